@@ -1,0 +1,57 @@
+"""The mesh: named axes `data` (replicated weights), `fsdp` (sharded weights) and `tensor` (sharded heads and features)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+AXES = ("data", "fsdp", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+  """Devices along each axis; at most one may be -1, which takes all that are left."""
+
+  data: int = 1
+  fsdp: int = -1
+  tensor: int = 1
+
+  def resolve(self, devices: int) -> tuple[int, int, int]:
+    """The shape for a number of devices.
+
+    Raises:
+      ValueError: If the axes do not multiply to `devices`.
+    """
+    shape = [self.data, self.fsdp, self.tensor]
+    if shape.count(-1) > 1 or any(n < 1 and n != -1 for n in shape):
+      raise ValueError(f"mesh axes must be positive, one of them at most -1; got {dict(zip(AXES, shape, strict=True))}")
+    if -1 in shape:
+      rest = math.prod(n for n in shape if n != -1)
+      if devices % rest:
+        raise ValueError(f"mesh {dict(zip(AXES, shape, strict=True))} does not divide {devices} devices")
+      shape[shape.index(-1)] = devices // rest
+    if math.prod(shape) != devices:
+      raise ValueError(
+        f"mesh {dict(zip(AXES, shape, strict=True))} needs {math.prod(shape)} devices, {devices} are there; set one axis to -1"
+      )
+    return shape[0], shape[1], shape[2]
+
+
+def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """A mesh over `devices` (all of them by default), arranged for the interconnect by JAX."""
+  devices = list(jax.devices() if devices is None else devices)
+  return jax.make_mesh(shape.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def initialize_distributed() -> None:
+  """Joins a multi-host run where the environment announces one (SLURM, GKE, Cloud TPU); does nothing on a single host."""
+  announced = ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
+  many_tasks = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in os.environ
+  hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
+  if many_tasks or any(os.environ.get(k) for k in announced if k != "TPU_WORKER_HOSTNAMES") or "," in hosts:
+    jax.distributed.initialize()

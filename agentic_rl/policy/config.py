@@ -1,0 +1,76 @@
+"""Shape of a decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+REMAT = ("none", "layer")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+  """A decoder of the Llama / Qwen2 / Qwen3 form.
+
+  Attributes:
+    vocab_size: V.
+    width: D, model width.
+    layers: L.
+    heads: H, query heads.
+    kv_heads: K, key-value heads; divides H.
+    head_width: C; need not be D / H.
+    mlp_width: F.
+    rope_theta: Base of the rotary frequencies.
+    norm_eps: Epsilon of RMSNorm.
+    qk_norm: RMSNorm on queries and keys, per head (Qwen3).
+    qkv_bias: Bias on query, key and value projections (Qwen2).
+    tied_embeddings: The output head is the embedding table.
+    dtype: Type of activations and matrix products; parameters are float32 in the learner.
+    remat: `layer` recomputes each layer in the backward pass, `none` keeps all activations.
+    unroll_layers: Unroll the loop over layers: faster on CPU, slower to compile for deep models.
+  """
+
+  vocab_size: int
+  width: int
+  layers: int
+  heads: int
+  kv_heads: int
+  head_width: int
+  mlp_width: int
+  rope_theta: float = 10_000.0
+  norm_eps: float = 1e-6
+  qk_norm: bool = False
+  qkv_bias: bool = False
+  tied_embeddings: bool = True
+  dtype: str = "float32"
+  remat: str = "none"
+  unroll_layers: bool = False
+
+  def __post_init__(self) -> None:
+    if self.heads % self.kv_heads:
+      raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
+    if self.head_width % 2:
+      raise ValueError(f"head_width must be even for rotary embeddings, got {self.head_width}")
+    if self.remat not in REMAT:
+      raise ValueError(f"unknown remat {self.remat!r}; choose one of {', '.join(REMAT)}")
+    if self.dtype not in ("float32", "bfloat16"):
+      raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+
+  @classmethod
+  def from_dict(cls, values: Mapping[str, Any]) -> PolicyConfig:
+    """Builds from plain values; unknown names raise `ValueError`."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    if unknown := sorted(set(values) - known):
+      raise ValueError(f"unknown policy option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    return cls(**values)
+
+  def to_dict(self) -> dict[str, Any]:
+    return dataclasses.asdict(self)
+
+  def architecture(self) -> dict[str, Any]:
+    """The options that decide which checkpoints fit: all but how it is computed."""
+    values = self.to_dict()
+    for name in ("dtype", "remat", "unroll_layers"):
+      del values[name]
+    return values

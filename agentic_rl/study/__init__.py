@@ -1,0 +1,1 @@
+"""Scaling analysis, figures and the episode viewer: reads what runs have written, trains nothing itself."""

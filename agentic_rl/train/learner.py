@@ -1,0 +1,250 @@
+"""The learner: one jitted, donated, sharded step from a packed batch to new weights.
+
+A batch is cut into micro-batches of `microbatch_rows` rows. Their gradients are summed in a loop on the device, with
+token weights that were computed for the whole batch beforehand: the result does not depend on how the batch was cut.
+The number of micro-batches is an argument of the compiled program, so one program per row length serves every batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from agentic_rl.algorithms import POLICY_LOSSES, nll_loss
+from agentic_rl.data import Batch
+from agentic_rl.parallel import shardings
+from agentic_rl.policy import Params, Policy, token_logprobs
+from agentic_rl.train.optimizer import OptimizerConfig
+
+Arrays = Mapping[str, jax.Array]
+
+_FIELDS = (
+  "token_ids",
+  "positions",
+  "segment_ids",
+  "loss_mask",
+  "behaviour_logprobs",
+  "advantages",
+  "loss_weights",
+)
+
+
+class LearnerState(NamedTuple):
+  """What a step changes: parameters (float32), optimizer state, and the number of optimizer steps taken."""
+
+  params: Params
+  opt_state: Any
+  step: jax.Array
+
+
+TokenLoss = Callable[[jax.Array, Arrays], tuple[jax.Array, dict[str, jax.Array]]]
+"""`(logp [B,T], micro-batch) -> (loss of each token [B,T], statistics of each token [B,T])`."""
+
+
+def supervised_loss(logp: jax.Array, micro: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Negative log-likelihood of the trained tokens."""
+  return nll_loss(logp, micro["loss_mask"]), {}
+
+
+def policy_loss(name: str = "clipped_policy_loss", **options: Any) -> TokenLoss:
+  """A policy loss of `agentic_rl.algorithms` by name, with its options bound."""
+  loss = functools.partial(POLICY_LOSSES[name], **options)
+
+  def token_loss(logp: jax.Array, micro: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return loss(logp, micro["behaviour_logprobs"], micro["advantages"], micro["loss_mask"])
+
+  return token_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+  """How a step is computed.
+
+  Attributes:
+    microbatch_rows: Rows whose activations are in memory at once; a multiple of data x fsdp devices.
+    logprob_chunk: Tokens whose logits are in memory at once, on each device's share of a row block.
+    temperature: Softmax temperature of the policy, the one that rollouts are sampled with.
+    entropy: Whether to measure the entropy of the policy at trained tokens.
+  """
+
+  microbatch_rows: int = 8
+  logprob_chunk: int = 1024
+  temperature: float = 1.0
+
+
+class Learner:
+  """Owns the compiled step of one policy on one mesh; the state is passed in and out."""
+
+  def __init__(
+    self,
+    policy: Policy,
+    optimizer: OptimizerConfig,
+    token_loss: TokenLoss,
+    config: LearnerConfig,
+    mesh: Mesh,
+  ):
+    """Prepares shardings and compiled functions.
+
+    Raises:
+      ValueError: If the mesh does not divide the parameters or the rows of a micro-batch.
+    """
+    self.policy, self.mesh, self.config = policy, mesh, config
+    self._token_loss = token_loss
+    self._rate = optimizer.rate()
+    self._optimizer = optimizer.build()
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.microbatch_rows % parts:
+      raise ValueError(
+        f"microbatch_rows ({config.microbatch_rows}) must be a multiple of the {parts} devices along data x fsdp"
+      )
+    params = policy.abstract_params()
+    where = shardings(mesh, policy.logical_axes(), params)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    abstract_opt = jax.eval_shape(self._optimizer.init, params)
+    opt_where = optax.tree.map_params(
+      self._optimizer, lambda _, s: s, abstract_opt, where, transform_non_params=lambda _: replicated
+    )
+    self.state_shardings = LearnerState(where, opt_where, replicated)
+    self._rows = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp"), None))
+    self._init = jax.jit(self._init_fn, out_shardings=self.state_shardings)
+    self._from_params = jax.jit(self._from_params_fn, out_shardings=self.state_shardings)
+    self._step = jax.jit(self._step_fn, donate_argnums=0, out_shardings=(self.state_shardings, replicated))
+    self._score = jax.jit(self._score_fn, out_shardings=replicated)
+
+  # ---- state ----
+
+  def init(self, key: jax.Array) -> LearnerState:
+    """A fresh state, built in place on the mesh."""
+    with jax.set_mesh(self.mesh):
+      return self._init(key)
+
+  def from_params(self, params: Params) -> LearnerState:
+    """A state with given parameters and a fresh optimizer."""
+    with jax.set_mesh(self.mesh):
+      return self._from_params(jax.device_put(params, self.state_shardings.params))
+
+  def abstract_state(self) -> LearnerState:
+    """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
+    shapes = jax.eval_shape(self._init_fn, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+    return jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.state_shardings
+    )
+
+  def _init_fn(self, key: jax.Array) -> LearnerState:
+    return self._from_params_fn(self.policy.init(key))
+
+  def _from_params_fn(self, params: Params) -> LearnerState:
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    return LearnerState(params, self._optimizer.init(params), jnp.int32(0))
+
+  # ---- the step ----
+
+  def update(self, state: LearnerState, batch: Batch, *, max_rows: int | None = None) -> tuple[LearnerState, Metrics]:
+    """One optimizer step on a packed batch. `state` is donated: use the one that is returned.
+
+    Args:
+      state: The learner state.
+      batch: Rows, a multiple of `microbatch_rows` of them.
+      max_rows: Most rows that any batch of this row length will have; all batches are padded to it, so that one program
+        serves them. Default: the rows of this batch.
+
+    Returns:
+      The new state, and metrics: `loss`, `entropy` (nats a token), `grad_norm`, `learning_rate`, and the mean over
+      trained tokens of the loss's statistics.
+    """
+    arrays, micro_batches = self._micro_batches(batch, max_rows)
+    with jax.set_mesh(self.mesh):
+      return self._step(state, arrays, np.int32(micro_batches))
+
+  def score(self, params: Params, batch: Batch, *, max_rows: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities and entropies of a batch's tokens under the policy, float32[rows, T], 0 where not trained."""
+    arrays, micro_batches = self._micro_batches(batch, max_rows)
+    with jax.set_mesh(self.mesh):
+      logp, entropy = self._score(params, arrays, np.int32(micro_batches))
+    rows, length = batch.shape
+    return np.asarray(logp).reshape(-1, length)[:rows], np.asarray(entropy).reshape(-1, length)[:rows]
+
+  def compile_count(self) -> int:
+    """Programs compiled for `update` and `score` so far."""
+    return int(self._step._cache_size() + self._score._cache_size())
+
+  def _micro_batches(self, batch: Batch, max_rows: int | None) -> tuple[dict[str, jax.Array], int]:
+    rows, length = batch.shape
+    size = self.config.microbatch_rows
+    if rows % size:
+      raise ValueError(f"a batch of {rows} rows is not a multiple of microbatch_rows ({size})")
+    most = -(-max(rows, max_rows or 0) // size)
+
+    def place(x: np.ndarray) -> jax.Array:
+      padded = np.zeros((most * size, length), x.dtype)
+      padded[:rows] = x
+      return jax.device_put(padded.reshape(most, size, length), self._rows)
+
+    return {name: place(getattr(batch, name)) for name in _FIELDS}, rows // size
+
+  def _logprobs(self, params: Params, micro: Arrays) -> tuple[jax.Array, jax.Array]:
+    """[B,T] log-probability and entropy of the policy where each token was sampled."""
+    hidden = self.policy.hidden(params, micro["token_ids"], micro["positions"], micro["segment_ids"])
+    b, t, d = hidden.shape
+    # Token t is predicted by position t - 1 of its segment. Position 0 is never trained: it gets any value.
+    previous = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1).reshape(b * t, d)
+    logp, entropy = token_logprobs(
+      previous,
+      self.policy.unembedding(params),
+      micro["token_ids"].reshape(-1),
+      temperature=self.config.temperature,
+      chunk=self.config.logprob_chunk,
+    )
+    return logp.reshape(b, t), entropy.reshape(b, t)
+
+  def _loss_fn(self, params: Params, micro: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
+    logp, entropy = self._logprobs(params, micro)
+    loss, statistics = self._token_loss(logp, micro)
+    mask = micro["loss_mask"]
+    total = jnp.sum(jnp.where(mask, loss * micro["loss_weights"], 0.0))
+    sums = {name: jnp.sum(jnp.where(mask, value, 0.0)) for name, value in {**statistics, "entropy": entropy}.items()}
+    return total, jax.lax.stop_gradient(sums)
+
+  def _step_fn(self, state: LearnerState, arrays: Arrays, micro_batches: jax.Array) -> tuple[LearnerState, Any]:
+    value_and_grad = jax.value_and_grad(self._loss_fn, has_aux=True)
+
+    def micro(i: jax.Array) -> dict[str, jax.Array]:
+      return {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in arrays.items()}
+
+    shapes = jax.eval_shape(value_and_grad, state.params, micro(jnp.int32(0)))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def add(i: jax.Array, total: Any) -> Any:
+      return jax.tree.map(jnp.add, total, value_and_grad(state.params, micro(i)))
+
+    (loss, sums), grads = jax.lax.fori_loop(0, micro_batches, add, zeros)
+    tokens = jnp.maximum(jnp.sum(arrays["loss_mask"]), 1)
+    updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+    metrics = {name: value / tokens for name, value in sums.items()}
+    metrics |= {
+      "loss": loss,
+      "grad_norm": optax.global_norm(grads),
+      "learning_rate": jnp.asarray(self._rate(state.step), jnp.float32),
+    }
+    return LearnerState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
+
+  def _score_fn(self, params: Params, arrays: Arrays, micro_batches: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def fill(i: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+      micro = {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in arrays.items()}
+      values = self._logprobs(params, micro)
+      masked = (jnp.where(micro["loss_mask"], v, 0.0) for v in values)
+      return tuple(jax.lax.dynamic_update_index_in_dim(o, v, i, 0) for o, v in zip(out, masked, strict=True))  # type: ignore[return-value]
+
+    zeros = jnp.zeros(arrays["token_ids"].shape, jnp.float32)
+    return jax.lax.fori_loop(0, micro_batches, fill, (zeros, zeros))
+
+
+Metrics = dict[str, jax.Array]

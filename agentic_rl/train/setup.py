@@ -1,0 +1,156 @@
+"""From a config to the parts that it names."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from agentic_rl.data import load_jsonl, load_tfds
+from agentic_rl.data.arithmetic import problems as arithmetic_problems
+from agentic_rl.data.arithmetic import tokenizer as arithmetic_tokenizer
+from agentic_rl.episode import Problem, Publication
+from agentic_rl.errors import UserError
+from agentic_rl.parallel import MeshShape, make_mesh
+from agentic_rl.policy import Policy, PolicyConfig
+from agentic_rl.rollout.native import NativeConfig, NativeEngine
+from agentic_rl.sandbox import InterpreterConfig, Limits
+from agentic_rl.tokenizer import Tokenizer
+from agentic_rl.tools import FencedDialect
+from agentic_rl.train.optimizer import OptimizerConfig
+from agentic_rl.train.publication import check_fits, open_publication, read_params
+
+
+def build_tokenizer(config: ConfigDict) -> Tokenizer:
+  """The tokenizer that `config.tokenizer` names."""
+  kind = config.tokenizer.kind
+  if kind == "arithmetic":
+    return arithmetic_tokenizer()
+  if kind == "huggingface":
+    from agentic_rl.hf_tokenizer import HFTokenizer  # needs the `tokenizers` package
+
+    return HFTokenizer.from_directory(config.tokenizer.path)
+  raise UserError(f"config.tokenizer.kind={kind!r} is unknown; known: arithmetic, huggingface")
+
+
+def build_policy(config: ConfigDict, tokenizer: Tokenizer) -> Policy:
+  """The policy; a `vocab_size` of 0 takes the tokenizer's."""
+  values = config.policy.to_dict()
+  values["vocab_size"] = values["vocab_size"] or tokenizer.vocab_size
+  try:
+    policy = PolicyConfig.from_dict(values)
+  except ValueError as error:
+    raise UserError(f"config.policy: {error}") from error
+  if policy.vocab_size < tokenizer.vocab_size:
+    raise UserError(
+      f"config.policy.vocab_size={policy.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+    )
+  return Policy(policy)
+
+
+def build_mesh(config: ConfigDict) -> Mesh:
+  """The mesh over all devices."""
+  try:
+    return make_mesh(MeshShape(**config.mesh.to_dict()))
+  except ValueError as error:
+    raise UserError(f"config.mesh: {error}") from error
+
+
+def build_optimizer(section: ConfigDict) -> OptimizerConfig:
+  """The optimizer of a config section."""
+  try:
+    return OptimizerConfig(**section.to_dict())
+  except (TypeError, ValueError) as error:
+    raise UserError(f"config.optimizer: {error}") from error
+
+
+def build_dialect(config: ConfigDict) -> FencedDialect:
+  """The dialect; `config.dialect` holds its options beside its name."""
+  options = config.dialect.to_dict()
+  del options["name"]
+  options["stop"] = tuple(options["stop"])
+  try:
+    return FencedDialect(**options)
+  except (TypeError, ValueError) as error:
+    raise UserError(f"config.dialect: {error}") from error
+
+
+def build_interpreter_config(config: ConfigDict) -> InterpreterConfig:
+  """Settings of the interpreter."""
+  options = config.interpreter.to_dict()
+  try:
+    limits = Limits(**options.pop("limits"))
+    options["preload"] = tuple(options["preload"])
+    return InterpreterConfig(limits=limits, **options)
+  except (TypeError, ValueError) as error:
+    raise UserError(f"config.interpreter: {error}") from error
+
+
+def build_problems(section: ConfigDict) -> list[Problem]:
+  """The problems of one data section, by its `kind`.
+
+  `arithmetic`: the nano study's generator. `jsonl`, `tfds`: a file or a data set with a column map. `python`: a function
+  `module:name` called with `options`, for generators of one's own.
+  """
+  kind, options = section.kind, section.options.to_dict()
+  try:
+    if kind == "arithmetic":
+      return arithmetic_problems(**options)
+    if kind == "jsonl":
+      return load_jsonl(**options)
+    if kind == "tfds":
+      return load_tfds(**options)
+    if kind == "python":
+      module, _, name = options.pop("function").partition(":")
+      return list(getattr(importlib.import_module(module), name)(**options))
+  except (TypeError, ValueError, ImportError, AttributeError) as error:
+    raise UserError(f"problems of kind {kind!r} with options {options} could not be made: {error}") from error
+  raise UserError(f"data kind {kind!r} is unknown; known: arithmetic, jsonl, python, tfds")
+
+
+def build_engine(config: ConfigDict, policy: Policy, tokenizer: Tokenizer, mesh: Mesh) -> NativeEngine:
+  """The rollout engine."""
+  rollout = config.rollout
+  if rollout.engine != "native":
+    raise UserError(f"config.rollout.engine={rollout.engine!r} cannot be trained with yet; use native")
+  native = NativeConfig(slots=rollout.slots, max_length=rollout.max_tokens, **_tuples(rollout.native.to_dict()))
+  return NativeEngine(policy, tokenizer, native, read=read_params, mesh=mesh if mesh.size > 1 else None)
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+  return {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in values.items()}
+
+
+def initial_publication(config: ConfigDict, policy: Policy, tokenizer: Tokenizer) -> Publication:
+  """The publication that `config.init_from` names, checked to fit the policy and the tokenizer."""
+  if not config.init_from:
+    raise UserError("config.init_from is empty: name a publication to start from (train_sft prints one)")
+  publication = open_publication(config.init_from)
+  check_fits(publication, policy.config)
+  stored = json.loads((pathlib.Path(publication.path) / "manifest.json").read_text())["tokenizer"]
+  if stored != tokenizer.fingerprint:
+    raise UserError(f"the weights at {publication.path} were trained with another tokenizer; use the config's own")
+  return publication
+
+
+def prepare_workdir(config: ConfigDict, workdir: str | os.PathLike[str]) -> pathlib.Path:
+  """Creates the run directory and writes `config.json` into it."""
+  path = pathlib.Path(workdir).absolute()
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(config.to_json_best_effort(indent=1, sort_keys=True) + "\n")
+  except OSError as error:
+    raise UserError(f"the run directory {path} cannot be written: {error.strerror}") from error
+  return path
+
+
+def is_main_host() -> bool:
+  """Whether this process writes metrics and episodes."""
+  return jax.process_index() == 0

@@ -1,0 +1,116 @@
+"""The supervised stage: next-token prediction on documents, the same learner as reinforcement learning uses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import jax
+from ml_collections import ConfigDict
+
+from agentic_rl.data.arithmetic import CorpusMix
+from agentic_rl.data.corpus import ArithmeticCorpus, Corpus, FileCorpus, corpus_batch
+from agentic_rl.episode import Publication
+from agentic_rl.errors import UserError
+from agentic_rl.train import setup
+from agentic_rl.train.checkpoints import Checkpoints, check_record
+from agentic_rl.train.config_check import check_config
+from agentic_rl.train.learner import Learner, LearnerConfig, supervised_loss
+from agentic_rl.train.metrics import MetricWriter
+from agentic_rl.train.progress import Progress
+from agentic_rl.train.publication import Publisher, latest, read_params
+from agentic_rl.train.signals import stop_on_signals
+
+log = logging.getLogger(__name__)
+
+
+def build_corpus(config: ConfigDict) -> Corpus:
+  """The corpus that `config.sft.corpus` names: `arithmetic`, or the path of a JSONL file."""
+  if config.sft.corpus == "arithmetic":
+    try:
+      return ArithmeticCorpus(CorpusMix(**config.sft.mix.to_dict()), config.dialect.prompt_template)
+    except TypeError as error:
+      raise UserError(f"config.sft.mix: {error}") from error
+  return FileCorpus.load(config.sft.corpus)
+
+
+def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> Publication:
+  """Trains to `config.sft.steps`, or goes on from the last checkpoint in `workdir`.
+
+  Starts from `config.init_from` where that is set, from random weights otherwise.
+
+  Returns:
+    The publication of the trained weights, version 0: the base model of `train.rl`.
+
+  Raises:
+    UserError: For a config, corpus or checkpoint that cannot work.
+    KeyboardInterrupt: After SIGINT or SIGTERM, once a checkpoint of the last step is complete.
+  """
+  check_config(config, devices=jax.device_count())
+  path = setup.prepare_workdir(config, workdir)
+  sft = config.sft
+  tokenizer = setup.build_tokenizer(config)
+  policy = setup.build_policy(config, tokenizer)
+  publisher = Publisher(path / "publications", policy.config, tokenizer.fingerprint)
+  done = latest(publisher.directory)
+  corpus = build_corpus(config)
+  learner = Learner(
+    policy,
+    setup.build_optimizer(sft.optimizer),
+    supervised_loss,
+    LearnerConfig(microbatch_rows=config.train.microbatch_rows, logprob_chunk=config.train.logprob_chunk),
+    setup.build_mesh(config),
+  )
+  record = {"policy": policy.config.to_dict(), "tokenizer": tokenizer.fingerprint, "seed": config.seed}
+  checkpoints = Checkpoints(path / "checkpoints", keep=1)
+  step = checkpoints.latest_step()
+  if step is not None:
+    check_record(checkpoints.record(step), record, path)
+    if done is not None and step >= sft.steps:
+      checkpoints.close()
+      return done
+    state = checkpoints.restore(step, learner.abstract_state())
+    log.info("going on from the checkpoint of step %d in %s", step, path)
+  elif config.init_from:
+    state = learner.from_params(read_params(setup.initial_publication(config, policy, tokenizer)))
+  else:
+    state = learner.init(jax.random.key(config.seed))
+
+  length = max(config.train.length_buckets)
+  with (
+    MetricWriter(path, resume_step=step) as writer,
+    stop_on_signals() as stop,
+    Progress(sft.steps, initial=step or 0, label="sft") as progress,
+  ):
+    for now in range(step or 0, sft.steps):
+      start = time.monotonic()
+      batch = corpus_batch(
+        corpus,
+        tokenizer,
+        config.seed,
+        now,
+        rows=sft.rows,
+        length=length,
+        row_multiple=config.train.microbatch_rows,
+      )
+      state, metrics = learner.update(state, batch, max_rows=sft.rows)
+      saving = (now + 1) % sft.checkpoint_every == 0 or now + 1 == sft.steps or stop.signal is not None
+      if saving or (now + 1) % 10 == 0:
+        values = {
+          "loss/supervised": float(metrics["loss"]),
+          "policy/entropy": float(metrics["entropy"]),
+          "optimizer/grad_norm": float(metrics["grad_norm"]),
+          "optimizer/learning_rate": float(metrics["learning_rate"]),
+          "packing/padding_frac": batch.padding_fraction,
+          "throughput/update_tokens_per_s": int((batch.segment_ids > 0).sum()) / (time.monotonic() - start),
+        }
+        writer.write(now + 1, values)
+        progress.update(now + 1, values)
+      if saving:
+        checkpoints.save(now + 1, state, record)
+      if stop.signal is not None:
+        checkpoints.close()
+        stop.raise_if_set()
+  checkpoints.close()
+  return publisher.publish(0, state.params)

