@@ -93,11 +93,11 @@ def get_config() -> ConfigDict:
     )
   )
   config.optimizer = ConfigDict(
-    dict(learning_rate=1e-4, warmup_steps=5, schedule="constant", weight_decay=0.0, clip_norm=1.0, b1=0.9, b2=0.95)
+    dict(learning_rate=5e-5, warmup_steps=5, schedule="constant", weight_decay=0.0, clip_norm=1.0, b1=0.9, b2=0.95)
   )
   config.train = ConfigDict(
     dict(
-      iterations=50,
+      iterations=80,
       minibatches=2,
       microbatch_rows=8,
       length_buckets=(128,),
@@ -105,7 +105,7 @@ def get_config() -> ConfigDict:
       checkpoint_every=1,
     )
   )
-  config.publication = ConfigDict(dict(directory="", max_logprob_diff=1e-3))
+  config.publication = ConfigDict(dict(directory="", probe_tokens=24, max_logprob_diff=1e-3))
   config.evaluation = ConfigDict(dict(every=5, samples=2, temperature=1.0, top_p=1.0))
   config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
 

@@ -14,8 +14,8 @@ code, reads the result and copies it. So there are five families of problems ove
 | `digits` (hard) | `digits 347*62` | two calls: the product, then the sum of the digits that the first call returned |
 
 Every large number belongs either to training (corpus and reinforcement learning) or to the held-out problems, by a fixed
-random split: held-out hard problems share no operand with training. Easy operands are few, so easy problems hold out
-pairs instead.
+random split: held-out hard problems share no operand with training. Easy problems are common knowledge, as small sums
+and the table are to people: there are 334 of them, the corpus holds them all, and none is held out.
 
 The corpus is text of four kinds: worked answers without code (most), worked answers with code (few; some of that code is
 wrong, incomplete or ignored), notebook pages without a question, and copied expressions. It makes a base model that
@@ -75,10 +75,6 @@ def _large(rng: np.random.Generator, held_out: bool, low: int, high: int) -> int
   return int(numbers[rng.integers(begin, end)])
 
 
-def _is_held_out_pair(a: int, b: int) -> bool:
-  return (a * 1_000_003 + b * 7919) % 6 == 0
-
-
 def question(family: str, rng: np.random.Generator, *, held_out: bool) -> Question:
   """Draws a question of one family.
 
@@ -86,11 +82,8 @@ def question(family: str, rng: np.random.Generator, *, held_out: bool) -> Questi
     ValueError: For an unknown family.
   """
   if family in EASY:
-    low, high = ((1, 30), (1, 10)) if family == "sum" else ((2, 9), (2, 9))
-    while True:
-      a, b = int(rng.integers(low[0], low[1] + 1)), int(rng.integers(high[0], high[1] + 1))
-      if _is_held_out_pair(a, b) == held_out:
-        break
+    first, second = ((1, 30), (1, 9)) if family == "sum" else ((2, 9), (2, 9))
+    a, b = int(rng.integers(first[0], first[1] + 1)), int(rng.integers(second[0], second[1] + 1))
     text, answer = (f"{a}+{b}", a + b) if family == "sum" else (f"{a}*{b}", a * b)
     return Question(family, text, answer, (lambda _: f"print({text})",))
   if family == "product":
@@ -230,7 +223,7 @@ def _miscopy(code: str, rng: np.random.Generator) -> str:
 
 
 def _flawed(q: Question, rng: np.random.Generator) -> Document:
-  """A bad use of code: a miscopied number, a result that is never printed, an unknown name, or an ignored result."""
+  """A bad use of code: a miscopied number, a result that is never shown, an unknown name, or an ignored result."""
   kind = int(rng.integers(4))
   guess = str(max(0, q.answer + int(rng.integers(-50, 51))))
   if kind == 0:
@@ -239,7 +232,7 @@ def _flawed(q: Question, rng: np.random.Generator) -> Document:
     return [*text, (f"\\boxed{{{shown}}}", True)]
   code = q.snippets[0]("")
   if kind == 1:
-    call, _ = _call(code.replace("print(s)", "s").removeprefix("print(").removesuffix(")"))
+    call, _ = _call(code.removesuffix("\nprint(s)") if "\n" in code else f"s={code[6:-1]}")
     return [*call, (f"\\boxed{{{guess}}}", True)]
   if kind == 2:
     name = str(rng.choice(list("abcxyz")))

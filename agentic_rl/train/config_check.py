@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import logging
 import pathlib
 import re
 import runpy
@@ -282,6 +283,10 @@ def _parse_flags(argv: list[str]) -> list[str]:
     rest: list[str] = flags.FLAGS(argv)
     if len(rest) > 1:
       raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
+    if flags.FLAGS["verbosity"].using_default_value:
+      # Orbax reports every step of every checkpoint, over the progress of the run. `--verbosity=0` shows it.
+      flags.FLAGS.verbosity = -1  # type: ignore[assignment]
+      logging.getLogger("agentic_rl").setLevel(logging.INFO)
     return rest
   except UserError as error:
     sys.exit(_complain(error))

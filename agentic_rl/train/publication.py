@@ -86,11 +86,11 @@ class Publisher:
         "tokenizer": self._tokenizer,
         "checksums": {name: _checksum(np.asarray(x)) for name, x in _named_leaves(params)},
       }
-      _write_text(half / "manifest.json", json.dumps(manifest, indent=1))
+      write_text(half / "manifest.json", json.dumps(manifest, indent=1))
       if final.exists():
         shutil.rmtree(final)
       os.replace(half, final)
-      _write_text(self.directory / "LATEST", final.name)
+      write_text(self.directory / "LATEST", final.name)
     except (OSError, ValueError) as error:
       shutil.rmtree(half, ignore_errors=True)
       if not is_disk_full(error):
@@ -178,7 +178,7 @@ def check_fits(publication: Publication, policy: PolicyConfig) -> None:
       )
 
 
-def _write_text(path: pathlib.Path, text: str) -> None:
+def write_text(path: pathlib.Path, text: str) -> None:
   """Writes a file so that readers see the old text or the new one."""
   temporary = path.with_name(f"{path.name}.writing")
   with temporary.open("w") as file:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -34,10 +35,12 @@ from agentic_rl.train.config_check import check_config
 from agentic_rl.train.learner import Learner, LearnerConfig, LearnerState, policy_loss
 from agentic_rl.train.metrics import MetricWriter
 from agentic_rl.train.progress import Progress
-from agentic_rl.train.publication import Publisher, read_params
+from agentic_rl.train.publication import Publisher, read_params, write_text
 from agentic_rl.train.signals import stop_on_signals
 
 log = logging.getLogger(__name__)
+
+DONE = "done.json"
 
 
 def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[str, float]:
@@ -65,7 +68,7 @@ async def _train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[st
         progress.update(run.step, metrics)
         stop.raise_if_set()
     run.checkpoints.wait()
-    return run.last_metrics
+    return run.finish()
 
 
 @dataclasses.dataclass
@@ -275,7 +278,11 @@ class Run:
     if not episodes:
       return {}
     rollout = self.config.rollout
-    sampling = Sampling(max_new_tokens=rollout.max_tokens, temperature=rollout.temperature, seed=publication.version)
+    sampling = Sampling(
+      max_new_tokens=min(self.config.publication.probe_tokens, rollout.max_tokens),
+      temperature=rollout.temperature,
+      seed=publication.version,
+    )
     # Without a tool every episode is one completion: no time is spent on anything but the comparison.
     dialect = dataclasses.replace(self.dialect, call_budget=0, budget_end="free")
     probed = await collect(
@@ -342,6 +349,15 @@ class Run:
       for metric in ("accuracy", "code_proportion", "code_in_correct", "code_count", "response_length"):
         metrics[f"eval/{name}/{metric}"] = found[f"rollout/{metric}"]
     return metrics
+
+  def finish(self) -> dict[str, float]:
+    """Leaves `done.json` with the last metrics, by which others see that the run is complete."""
+    done = self.workdir / DONE
+    if not self.last_metrics and done.is_file():  # nothing was left to do
+      return dict(json.loads(done.read_text()))
+    finite = {name: value for name, value in self.last_metrics.items() if math.isfinite(value)}
+    write_text(done, json.dumps({"step": self.step, **finite}, indent=1))
+    return finite
 
   async def report(self, step: int, metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> None:
     """Writes the metrics of a step."""

@@ -135,7 +135,7 @@ def test_every_checked_field_is_one_that_recipes_have_and_recipes_pass() -> None
 
 
 SCRIPT = """
-import errno
+import errno, logging
 from absl import flags
 from agentic_rl.errors import UserError
 from agentic_rl.train.config_check import define_config, run_app
@@ -150,6 +150,9 @@ def main(argv):
     raise KeyboardInterrupt("stopped by SIGTERM")
   if WORKDIR.value == "bug":
     raise RuntimeError("a fault")
+  if WORKDIR.value == "log":
+    logging.getLogger("orbax.checkpoint").info("noise")
+    logging.getLogger("agentic_rl.train.rl").info("going on from step 3")
   print(CONFIG.value.seed, CONFIG.value.rollout.temperature, CONFIG.value.rollout.greedy)
 run_app(main)
 """
@@ -213,3 +216,9 @@ def test_a_fault_of_the_program_keeps_its_traceback(tmp_path: pathlib.Path) -> N
 def test_a_stopped_run_says_how_to_go_on(tmp_path: pathlib.Path) -> None:
   code, _, err = launch(tmp_path, "--workdir=stop")
   assert code == 130 and err == "stopped by SIGTERM; the same command goes on from here\n"
+
+
+def test_the_log_is_the_project_s_own_unless_asked_for_more(tmp_path: pathlib.Path) -> None:
+  _, _, quiet = launch(tmp_path, "--workdir=log")
+  assert "going on from step 3" in quiet and "noise" not in quiet
+  assert "noise" in launch(tmp_path, "--workdir=log", "--verbosity=0")[2]
