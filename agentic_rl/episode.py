@@ -1,7 +1,7 @@
 """The nouns of the project: what a problem, a completion, an episode and a publication are.
 
-Every class is frozen and checks its invariants where it is made, so that a wrong mask or a missing log-probability fails
-at its source and not in a loss curve. This module imports nothing else of the project and no numerical library.
+Every class is frozen and checks its invariants where it is made, so that a wrong mask or a missing log-probability
+fails at its source and not in a loss curve. This module imports nothing else of the project and no numerical library.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Problem:
     if not self.prompt:
       raise ValueError(f"problem {self.uid!r} has an empty prompt")
     if not self.answer.strip():
-      raise ValueError(f"problem {self.uid!r} has no answer, so it cannot be verified; remove the row or add its answer")
+      raise ValueError(
+        f"problem {self.uid!r} has no answer, so it cannot be verified; remove the row or add its answer"
+      )
 
 
 class FinishKind(enum.StrEnum):

@@ -41,8 +41,9 @@ class Tokenizer(Protocol):
 class PieceTokenizer:
   """A tokenizer over a fixed list of pieces, matched greedily, longest first.
 
-  Made for small studies: characters plus the few strings that the dialect uses, so that a small vocabulary and a small
-  model suffice. Characters outside the vocabulary become `unknown` (a piece itself), or are refused where there is none.
+  Made for small studies: characters plus the few strings that the dialect uses, so that a small vocabulary and a
+  small model suffice. Characters outside the vocabulary become `unknown` (a piece itself), or are refused where there
+  is none.
   """
 
   def __init__(self, pieces: Sequence[str], *, pad: str = "<pad>", eos: str = "<eos>", unknown: str | None = None):

@@ -2,8 +2,8 @@
 
   python -m benchmarks.core            about three minutes on two cores; the last line is JSON
 
-The limit of learner and engine is the machine's own matrix product (float32, 1024 x 1024 x 1024), timed before and after
-each measurement: `share` is the achieved floating-point rate over the best of those. The interpreter is measured
+The limit of learner and engine is the machine's own matrix product (float32, 1024 x 1024 x 1024), timed before and
+after each measurement: `share` is the achieved floating-point rate over the best of those. The interpreter is measured
 against a cold `python -I -c`. Absolute times depend on the machine; the ratios are what to compare.
 """
 
@@ -116,7 +116,11 @@ def measure_learner(name: str) -> dict[str, float]:
   tokens = rows * length
   # Attention is counted as computed: a query block sees the whole prefix of its row, half of it on average.
   flops = 3 * forward_flops(policy, length / 2) * tokens
-  return {"tokens_per_s": tokens / seconds, "share_of_peak": flops / seconds / peak, "parameters": policy.parameter_count()}
+  return {
+    "tokens_per_s": tokens / seconds,
+    "share_of_peak": flops / seconds / peak,
+    "parameters": policy.parameter_count(),
+  }
 
 
 def measure_engine(name: str) -> dict[str, float]:
@@ -177,6 +181,7 @@ def measure_publication(name: str) -> dict[str, float]:
 
 
 def main() -> None:
+  """Measures, prints a table, and ends with one JSON line."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
   arguments = parser.parse_args()

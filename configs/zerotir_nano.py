@@ -8,6 +8,8 @@ A decoder of 0.6 M parameters is pre-trained on mixed text (`train_sft`), then t
 interpreter (`--config.dialect.call_budget=0`).
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 EASY = {"sum": 0.5, "table": 0.5}
@@ -78,7 +80,15 @@ def get_config() -> ConfigDict:
       top_k=-1,
       problems=24,
       samples=8,
-      native=ConfigDict(dict(decode_steps=8, prefill_widths=(32,), batch_sizes=(0.25, 1.0), attend_lengths=(0.5, 1.0))),
+      native=ConfigDict(
+        dict(
+          decode_steps=8,
+          ride_along=32,
+          prefill_widths=(64,),
+          batch_sizes=(0.25, 1.0),
+          attend_lengths=(0.5, 1.0),
+        )
+      ),
     )
   )
   config.algorithm = ConfigDict(
@@ -130,8 +140,9 @@ def get_config() -> ConfigDict:
       ),
     )
   )
-  return config.lock()
+  config.lock()
+  return config
 
 
-def _arithmetic(**options) -> ConfigDict:
+def _arithmetic(**options: Any) -> ConfigDict:
   return ConfigDict(dict(kind="arithmetic", options=ConfigDict(options)))

@@ -23,29 +23,28 @@ print(3187 * 4692)
 ```
 The answer is \boxed{14953404}.<|im_end|>
 <|im_start|>user
-How many numbers from 1 to 500 are divisible by 6 and not by 4?<|im_end|>
+Calculate 61 + 48 - 95 + 27.<|im_end|>
 <|im_start|>assistant
 ```python
-print(sum(1 for n in range(1, 501) if n % 6 == 0 and n % 4 != 0))
+print(61 + 48 - 95 + 27)
 ```
 ```output
-42
+41
 ```
-The answer is \boxed{42}.<|im_end|>
+The answer is \boxed{41}.<|im_end|>
 <|im_start|>user
 {problem}<|im_end|>
 <|im_start|>assistant
 """
 
+# What the model can reach: direct answers are nearly all wrong, short programs often right.
 FAMILIES = {
-  "product_4": 3.0,
+  "product_2": 1.0,
+  "product_4": 2.0,
   "sum": 2.0,
-  "squares": 1.0,
-  "digit_sum": 1.0,
   "multiples": 1.0,
+  "gym/basic_arithmetic": 1.0,
   "gym/chain_sum": 1.0,
-  "gym/gcd": 1.0,
-  "gym/lcm": 1.0,
   "gym/products": 1.0,
 }
 
@@ -106,17 +105,15 @@ def get_config() -> ConfigDict:
     dict(
       engine="native",
       slots=32,
-      max_tokens=384,  # the prompt takes about 220
+      max_tokens=320,  # the prompt takes about 210
       max_in_flight=1024,
       episode_timeout_s=0.0,  # no deadline
-      temperature=1.0,
+      temperature=0.7,  # at 1 so small a model rarely writes a whole program without a slip
       top_p=1.0,
       top_k=-1,
       problems=8,
       samples=8,
-      native=ConfigDict(
-        dict(decode_steps=8, prefill_widths=(32, 256), batch_sizes=(0.25, 1.0), attend_lengths=(1.0,))
-      ),
+      native=ConfigDict(dict(decode_steps=8, prefill_widths=(32, 256), batch_sizes=(0.25, 1.0), attend_lengths=(1.0,))),
     )
   )
   config.algorithm = ConfigDict(
@@ -138,13 +135,13 @@ def get_config() -> ConfigDict:
       iterations=100,
       minibatches=1,
       microbatch_rows=2,
-      length_buckets=(384,),
+      length_buckets=(320,),
       logprob_chunk=256,  # the vocabulary is large: 50 MB of logits a chunk
       checkpoint_every=10,
     )
   )
   config.publication = ConfigDict(dict(directory="", max_logprob_diff=1e-3))
-  config.evaluation = ConfigDict(dict(every=20, samples=1, temperature=1.0, top_p=1.0))
+  config.evaluation = ConfigDict(dict(every=20, samples=1, temperature=0.7, top_p=1.0))
   config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
   return config.lock()
 

@@ -1,6 +1,6 @@
-"""Reinforcement learning from a base model.
+r"""Reinforcement learning from a base model.
 
-  python launch/train_rl.py --config=configs/zerotir_nano.py --workdir=runs/rl \\
+  python launch/train_rl.py --config=configs/zerotir_nano.py --workdir=runs/rl \
     --config.init_from=runs/base/publications/000000
 
 The same command goes on after a kill at any time.

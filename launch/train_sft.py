@@ -1,6 +1,6 @@
 """The supervised stage: makes the base model that reinforcement learning starts from.
 
-  python launch/train_sft.py --config=configs/zerotir_nano.py --workdir=runs/base --config.seed=1
+python launch/train_sft.py --config=configs/zerotir_nano.py --workdir=runs/base --config.seed=1
 """
 
 from __future__ import annotations

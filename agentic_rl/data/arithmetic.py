@@ -2,7 +2,7 @@
 
 The study needs a task where (a) a model of half a million parameters can be pre-trained in two CPU-minutes, (b) some
 problems can be answered directly and others practically cannot, and (c) a call helps only if the policy writes right
-code, reads the result and copies it. So there are five families of problems over small and large numbers:
+code, reads the result and copies it. So there are six families of problems over small and large numbers:
 
 | family | problem | code that solves it |
 |---|---|---|
@@ -14,8 +14,9 @@ code, reads the result and copies it. So there are five families of problems ove
 | `digits` (hard) | `digits 347*62` | two calls: the product, then the sum of the digits that the first call returned |
 
 Every large number belongs either to training (corpus and reinforcement learning) or to the held-out problems, by a fixed
-random split: held-out hard problems share no operand with training. Easy problems are common knowledge, as small sums
-and the table are to people: there are 334 of them, the corpus holds them all, and none is held out.
+random split: held-out hard problems share no operand with the questions of training. (A miscopied number in the corpus's
+flawed code may be any number.) Easy problems are common knowledge, as small sums and the table are to people: there are
+334 of them, the corpus holds them all, and none is held out.
 
 The corpus is text of four kinds: worked answers without code (most), worked answers with code (few; some of that code is
 wrong, incomplete or ignored), notebook pages without a question, and copied expressions. It makes a base model that
@@ -121,7 +122,7 @@ def problems(count: int, seed: int, *, families: Mapping[str, float], held_out: 
   weights = np.array([families[n] for n in names], float)
   found: dict[str, Problem] = {}
   for _ in range(200 * count + 1000):
-    if len(found) == count:
+    if len(found) >= count:
       break
     q = question(str(rng.choice(names, p=weights / weights.sum())), rng, held_out=held_out)
     uid = f"arithmetic/{q.family}/{q.text}"
@@ -134,7 +135,7 @@ def problems(count: int, seed: int, *, families: Mapping[str, float], held_out: 
       verifier="boxed",
       metadata={"difficulty": "easy" if q.family in EASY else "hard"},
     )
-  else:
+  if len(found) < count:
     raise ValueError(f"families {dict(families)} hold fewer than {count} distinct problems; ask for fewer")
   return list(found.values())
 
@@ -168,14 +169,14 @@ def document(rng: np.random.Generator, mix: CorpusMix, *, template: str) -> Docu
   Args:
     rng: Source of randomness.
     mix: Shares.
-    template: Prompt template of the dialect, with `{problem}`.
+    template: Prompt template of the dialect, with `{problem}`; other braces stand for themselves.
   """
   family = str(rng.choice(EASY if rng.random() < mix.easy else HARD))
   q = question(family, rng, held_out=False)
   kind = rng.random()
   if kind < mix.copy:
     return [(f"{q.text}\n", False), (f"{q.text}", True)]
-  prompt: Document = [(template.format(problem=q.text), False)]
+  prompt: Document = [(template.replace("{problem}", q.text), False)]
   answer: Document = [(f"\\boxed{{{q.answer}}}", True)]
   if kind < mix.copy + mix.notebook:
     return [*_calls(q, rng, flaw=0.0), *answer]

@@ -47,10 +47,13 @@ class FileCorpus:
     """
     documents: list[Document] = []
     try:
-      text = pathlib.Path(path).read_text()
+      text = pathlib.Path(path).read_text(encoding="utf-8")
     except OSError as error:
       raise UserError(f"the corpus {path} cannot be read: {error.strerror}") from error
-    for number, line in enumerate(text.splitlines(), 1):
+    except UnicodeDecodeError as error:
+      raise UserError(f"the corpus {path} is not UTF-8: {error}") from error
+    # Not `splitlines`: JSON strings may hold other line separators, such as U+2028, as they are.
+    for number, line in enumerate(text.split("\n"), 1):
       if not line.strip():
         continue
       try:
@@ -84,8 +87,13 @@ def corpus_batch(
     seed, step: Seed of the draw.
     rows: Most rows; documents are drawn until they would not fit any more.
     length: T, tokens of a row; a longer document is cut.
-    row_multiple: As in `pack_sequences`.
+    row_multiple: As in `pack_sequences`; divides `rows`.
+
+  Raises:
+    UserError: If `row_multiple` does not divide `rows`.
   """
+  if rows % row_multiple:
+    raise UserError(f"{rows} rows of a supervised batch are not a multiple of the {row_multiple} rows of a micro-batch")
   rng = np.random.default_rng([seed, step])
   token_ids: list[np.ndarray] = []
   masks: list[np.ndarray] = []

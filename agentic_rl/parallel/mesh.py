@@ -50,8 +50,10 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
 
 def initialize_distributed() -> None:
   """Joins a multi-host run where the environment announces one (SLURM, GKE, Cloud TPU); does nothing on a single host."""
-  announced = ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
-  many_tasks = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in os.environ
-  hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
-  if many_tasks or any(os.environ.get(k) for k in announced if k != "TPU_WORKER_HOSTNAMES") or "," in hosts:
+  coordinators = ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS")
+  announced = any(os.environ.get(name) for name in coordinators)
+  # SLURM sets the number of tasks for the whole allocation; only a process started by srun has a step.
+  slurm_tasks = "SLURM_STEP_NODELIST" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+  tpu_hosts = "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+  if announced or slurm_tasks or tpu_hosts:
     jax.distributed.initialize()

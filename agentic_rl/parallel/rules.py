@@ -25,7 +25,13 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
 
 
 def partition_spec(axes: LogicalAxes) -> PartitionSpec:
-  """The `PartitionSpec` of an array with these logical axes."""
+  """The `PartitionSpec` of an array with these logical axes.
+
+  Raises:
+    ValueError: For an axis without a rule.
+  """
+  if unknown := [a for a in axes if a is not None and a not in RULES]:
+    raise ValueError(f"logical axis {unknown[0]!r} has no rule; known: {', '.join(RULES)}")
   return PartitionSpec(*(RULES[a] if a is not None else None for a in axes))
 
 
@@ -47,18 +53,22 @@ def shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
     shapes: Tree of the same structure with arrays or `ShapeDtypeStruct`s.
 
   Raises:
-    ValueError: If a mesh axis does not divide the array axis that it shards.
+    ValueError: If a mesh axis does not divide the array axis that it shards, or an array has more or fewer axes than
+      names.
   """
 
   def one(path: Any, leaf: Any, leaf_axes: LogicalAxes) -> NamedSharding:
     spec = partition_spec(leaf_axes)
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if len(leaf.shape) != len(leaf_axes):
+      raise ValueError(f"parameter {name} has shape {tuple(leaf.shape)} but logical axes {leaf_axes}")
     for size, logical, names in zip(leaf.shape, leaf_axes, spec, strict=True):
       parts = _axis_size(mesh, names)
       if size % parts:
         nearest = max(n for n in range(1, parts + 1) if size % n == 0)
         raise ValueError(
-          f"mesh axis {names!r} of size {parts} does not divide axis {logical!r} of size {size} of parameter "
-          f"{jax.tree_util.keystr(path, simple=True, separator='/')}; the nearest size that does is {nearest}"
+          f"mesh axis {names!r} of size {parts} does not divide axis {logical!r} of size {size} of parameter {name}; "
+          f"the nearest size that does is {nearest}"
         )
     return NamedSharding(mesh, spec)
 

@@ -48,6 +48,9 @@ class PolicyConfig:
   unroll_layers: bool = False
 
   def __post_init__(self) -> None:
+    for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_width", "mlp_width"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
     if self.heads % self.kv_heads:
       raise ValueError(f"kv_heads ({self.kv_heads}) must divide heads ({self.heads})")
     if self.head_width % 2:
@@ -59,10 +62,12 @@ class PolicyConfig:
 
   @classmethod
   def from_dict(cls, values: Mapping[str, Any]) -> PolicyConfig:
-    """Builds from plain values; unknown names raise `ValueError`."""
-    known = {f.name for f in dataclasses.fields(cls)}
-    if unknown := sorted(set(values) - known):
+    """Builds from plain values; unknown and missing names raise `ValueError`."""
+    known = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(cls)}
+    if unknown := sorted(set(values) - set(known)):
       raise ValueError(f"unknown policy option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    if missing := [name for name, required in known.items() if required and name not in values]:
+      raise ValueError(f"policy option {missing[0]!r} is missing")
     return cls(**values)
 
   def to_dict(self) -> dict[str, Any]:

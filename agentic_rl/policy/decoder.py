@@ -250,8 +250,9 @@ class Policy:
 
   def _embed(self, params: Params, token_ids: jax.Array) -> jax.Array:
     # Gathering from a table that is sharded along D makes XLA re-materialise activations; gather it along D first.
-    table = constrain(params["embed"]["table"].astype(self.config.dtype), "vocab", None)
-    return constrain(jnp.take(table, token_ids, axis=0), "batch", "length", None)
+    table = constrain(params["embed"]["table"], "vocab", None)
+    # Cast after the gather, so that the gradient of a frequent token is summed in the table's type, not in bfloat16.
+    return constrain(jnp.take(table, token_ids, axis=0).astype(self.config.dtype), "batch", "length", None)
 
   def _block(self, layer_params: Params) -> Block:
     state = jax.tree.map(lambda x: x, self._block_state)

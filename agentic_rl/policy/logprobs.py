@@ -31,12 +31,13 @@ def token_logprobs(
   padding = -n % chunk
   hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, d)
   targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
-  unembedding = unembedding.astype(hidden.dtype)
 
   @jax.checkpoint
   def one(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
     h, t = xs
-    logits = jnp.einsum("nd,vd->nv", h, unembedding, preferred_element_type=jnp.float32) / temperature
+    # The cast is inside, so that the head's gradient is summed over chunks in its own type, not in bfloat16.
+    head = unembedding.astype(h.dtype)
+    logits = jnp.einsum("nd,vd->nv", h, head, preferred_element_type=jnp.float32) / temperature
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
     return None, (jnp.take_along_axis(logprobs, t[:, None], axis=-1)[:, 0], entropy)

@@ -1,7 +1,8 @@
 """The native engine: batched generation with a key-value cache in JAX, in process.
 
-Continuous batching over a fixed number of slots. A slot keeps the keys and values of its session between turns, so that
-the next turn feeds only what is new. One thread owns the device; requests reach it through a queue and `asyncio` futures
+Continuous batching over a fixed number of slots. A slot keeps the keys and values of its session between turns, so
+that the next turn feeds only what is new; a short piece of new text, such as a tool's output, is fed by the very steps
+that decode for other sequences. One thread owns the device; requests reach it through a queue and `asyncio` futures
 carry completions back, so that hundreds of episodes wait without blocking each other.
 
 A completion depends on its seed, its ids and the weights alone: each token's random number is a function of the
@@ -43,7 +44,10 @@ class NativeConfig:
     slots: S, sequences in flight or cached at once.
     max_length: Most tokens of a sequence, prompt included.
     decode_steps: Tokens decoded between two looks at the queue.
-    prefill_widths: Widths to which new prompt tokens are padded; each is compiled once for each batch size.
+    gather_s: Seconds to wait for more requests while fewer sequences generate than wait for a tool: a step costs much
+      the same for few rows as for many, and the tool needs the processor.
+    ride_along: New tokens up to this many are fed one a decode step, beside the rows that generate; more are prefilled.
+    prefill_widths: Widths to which prefilled tokens are padded; each is compiled once for each batch size.
     batch_sizes: Decode and prefill batch sizes, as fractions of `slots`; each is compiled once.
     attend_lengths: Cache lengths that a decode step reads, as fractions of `max_length`; each is compiled once.
   """
@@ -51,7 +55,9 @@ class NativeConfig:
   slots: int = 64
   max_length: int = 1024
   decode_steps: int = 8
-  prefill_widths: tuple[int, ...] = (32, 256)
+  gather_s: float = 0.01
+  ride_along: int = 24
+  prefill_widths: tuple[int, ...] = (64, 512)
   batch_sizes: tuple[float, ...] = (0.25, 1.0)
   attend_lengths: tuple[float, ...] = (0.5, 1.0)
 
@@ -252,9 +258,11 @@ class NativeEngine:
     attend_length: int,
     truncated: bool,
   ) -> tuple[KeyValueCache, jax.Array, jax.Array]:
-    """Decodes up to `decode_steps` tokens for the slots `inputs["rows"]`; returns tokens and log-probabilities [n,B].
+    """Runs up to `decode_steps` steps for the slots `inputs["rows"]`; returns tokens and log-probabilities [n,B].
 
-    A row stops being active at one of its stop ids or at its token limit; the loop ends when no row is active.
+    A row first feeds its `forced` ids [n,B] (known text that is not cached yet, -1 where there is none) and yields -1,
+    then samples. It stops being active at one of its stop ids or at its limit of sampled tokens; the loop ends when no
+    row is active.
     """
     n = self._config.decode_steps
     rows, b = inputs["rows"], inputs["rows"].shape[0]
@@ -272,7 +280,7 @@ class NativeEngine:
       return (step < n) & active.any()
 
     def step_fn(state: tuple[Any, ...]) -> tuple[Any, ...]:
-      step, part, token, position, tokens, logprobs, active = state
+      step, part, token, position, sampled, tokens, logprobs, active = state
       hidden, part = self._policy.extend(params, token[:, None], position, part)
       unembedding = self._policy.unembedding(params).astype(hidden.dtype)
       logits = jnp.einsum("bd,vd->bv", hidden[:, 0], unembedding, preferred_element_type=jnp.float32)
@@ -280,24 +288,28 @@ class NativeEngine:
       new, logprob = sampler.sample(
         logits, u, inputs["temperature"], inputs["top_p"], inputs["top_k"], truncated=truncated
       )
-      tokens = tokens.at[step].set(jnp.where(active, new, -1))
+      forced = inputs["forced"][step]
+      feeding = forced >= 0
+      tokens = tokens.at[step].set(jnp.where(active & ~feeding, new, -1))
       logprobs = logprobs.at[step].set(logprob)
-      still = active & ~stop_table[inputs["stop_set"], new] & (step + 1 < inputs["limit"])
+      sampled = sampled + (active & ~feeding)
+      still = active & (feeding | (~stop_table[inputs["stop_set"], new] & (sampled < inputs["limit"])))
       # An inactive row keeps its token and position: what it writes lies beyond its cached length.
-      token = jnp.where(still, new, token)
+      token = jnp.where(still, jnp.where(feeding, forced, new), token)
       position = jnp.where(still, position + 1, position)
-      return step + 1, part, token, position, tokens, logprobs, still
+      return step + 1, part, token, position, sampled, tokens, logprobs, still
 
     state = (
       jnp.int32(0),
       [(take(k), take(v)) for k, v in cache],
       inputs["token"],
       inputs["position"],
+      jnp.zeros(b, jnp.int32),
       jnp.full((n, b), -1, jnp.int32),
       jnp.zeros((n, b), jnp.float32),
       inputs["limit"] > 0,
     )
-    _, part, _, _, tokens, logprobs, _ = jax.lax.while_loop(go_on, step_fn, state)
+    _, part, _, _, _, tokens, logprobs, _ = jax.lax.while_loop(go_on, step_fn, state)
     cache = [(put(k, pk), put(v, pv)) for (k, v), (pk, pv) in zip(cache, part, strict=True)]
     return cache, tokens, logprobs
 
@@ -320,6 +332,10 @@ class NativeEngine:
         self._wake.wait()
       if self._closed:
         return False
+      if self._config.gather_s > 0 and not self._commands:
+        generating = len(self._waiting) + sum(s.request is not None for s in self._slots)
+        if generating < len(self._sessions) - sum(s.request is not None for s in self._slots):
+          self._wake.wait_for(lambda: self._closed or bool(self._commands), self._config.gather_s)
       commands, self._commands = self._commands, []
       for command in commands:
         command()
@@ -367,10 +383,10 @@ class NativeEngine:
     slot.session, slot.ids, slot.cached, slot.request = None, [], 0, None
 
   def _feed(self, running: list[_Slot]) -> None:
-    """Brings every running slot's cache up to its last id but one (the decode step feeds the last)."""
+    """Prefills slots that are far behind, up to their last id but one (the decode step feeds the last)."""
     widths, batches = self._config.widths(), self._config.batches()
     while True:
-      behind = [s for s in running if s.cached < len(s.ids) - 1]
+      behind = [s for s in running if len(s.ids) - 1 - s.cached > self._config.ride_along]
       if not behind:
         return
       need = max(len(s.ids) - 1 - s.cached for s in behind)
@@ -397,6 +413,7 @@ class NativeEngine:
       "rows": np.arange(batch, dtype=np.int32) if batch == config.slots else np.full(batch, config.slots, np.int32),
       "token": np.zeros(batch, np.int32),
       "position": np.zeros(batch, np.int32),
+      "forced": np.full((config.decode_steps, batch), -1, np.int32),
       "limit": np.zeros(batch, np.int32),
       "seeds": np.zeros((batch, 2), np.uint32),
       "temperature": np.ones(batch, np.float32),
@@ -413,14 +430,16 @@ class NativeEngine:
       assert request is not None
       s, i = request.sampling, place[slot.index]
       inputs["rows"][i] = slot.index
-      inputs["token"][i] = slot.ids[-1]
-      inputs["position"][i] = len(slot.ids) - 1
+      inputs["token"][i] = slot.ids[slot.cached]
+      inputs["position"][i] = slot.cached
+      forced = slot.ids[slot.cached + 1 :][: config.decode_steps]
+      inputs["forced"][: len(forced), i] = forced
       inputs["limit"][i] = s.max_new_tokens - len(request.new_ids)
       inputs["seeds"][i] = (s.seed >> 32) & 0xFFFFFFFF, s.seed & 0xFFFFFFFF
       inputs["temperature"][i], inputs["top_p"][i], inputs["top_k"][i] = s.temperature, s.top_p, s.top_k
       inputs["stop_set"][i] = self._stop_set(s)
       truncated |= s.top_p < 1 or s.top_k > 0
-      longest = max(longest, len(slot.ids))
+      longest = max(longest, slot.cached + 1)
     if batch == config.slots:
       longest = max(longest, max(s.cached for s in self._slots) + 1)
     reach = min(longest + config.decode_steps, config.max_length)
@@ -433,7 +452,10 @@ class NativeEngine:
     tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
     for slot in running:
       i = place[slot.index]
-      self._accept(slot, tokens[:, i].tolist(), logprobs[:, i].tolist())
+      fed = int((inputs["forced"][:, i] >= 0).sum())
+      slot.cached += fed
+      if fed < config.decode_steps:
+        self._accept(slot, tokens[fed:, i].tolist(), logprobs[fed:, i].tolist())
 
   def _accept(self, slot: _Slot, tokens: list[int], logprobs: list[float]) -> None:
     """Appends sampled tokens to a slot's request up to its first stop, and completes it there."""

@@ -42,19 +42,25 @@ def inverse_cdf(weights: jax.Array, u: jax.Array) -> jax.Array:
   chex.assert_rank([weights, u], [2, 1])
   b, v = weights.shape
   blocks = jnp.pad(weights, ((0, 0), (0, -v % _BLOCK))).reshape(b, -1, _BLOCK)
-  totals = jnp.cumsum(blocks.sum(-1), axis=-1)
+  sums = blocks.sum(-1)
+  totals = jnp.cumsum(sums, axis=-1)
   x = u * totals[:, -1]
-  block = _last_positive(jnp.sum(totals <= x[:, None], axis=-1), blocks.sum(-1))
+  block = _first_above(totals, x, sums)
   before = jnp.where(block > 0, jnp.take_along_axis(totals, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
   inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-  index = _last_positive(jnp.sum(jnp.cumsum(inner, axis=-1) <= (x - before)[:, None], axis=-1), inner)
+  index = _first_above(jnp.cumsum(inner, axis=-1), x - before, inner)
   return (block * _BLOCK + index).astype(jnp.int32)
 
 
-def _last_positive(index: jax.Array, weights: jax.Array) -> jax.Array:
-  """`index`, or the last index of positive weight where rounding carried it beyond that."""
+def _first_above(totals: jax.Array, x: jax.Array, weights: jax.Array) -> jax.Array:
+  """First index of positive weight at which the running sum passes `x`; the last of positive weight if none does.
+
+  XLA may add in any order, so a running sum can rise by a rounding error where nothing is added: such an index must not
+  be drawn.
+  """
   last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
-  return jnp.minimum(index, last)
+  passed = (totals > x[:, None]) & (weights > 0)
+  return jnp.where(passed.any(axis=-1), jnp.argmax(passed, axis=-1), last)
 
 
 def truncate(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
@@ -62,7 +68,7 @@ def truncate(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array
 
   Args:
     logits: float32[B,V], already divided by the temperature.
-    top_p: float32[B]; the smallest set of most likely tokens whose mass reaches it is kept.
+    top_p: float32[B]; the smallest set of most likely tokens whose mass reaches it is kept; 1 keeps all.
     top_k: int32[B]; values below 1 keep all.
 
   Returns:
@@ -74,7 +80,9 @@ def truncate(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array
   probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
   mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
   rank = jnp.arange(v)[None]
-  keep_sorted = (mass_before < top_p[:, None]) & (rank < jnp.where(top_k < 1, v, top_k)[:, None])
+  # The mass before an unlikely token rounds to 1, so a row that keeps all is told apart and not compared.
+  in_nucleus = (mass_before < top_p[:, None]) | (top_p >= 1)[:, None]
+  keep_sorted = in_nucleus & (rank < jnp.where(top_k < 1, v, top_k)[:, None])
   keep = jnp.take_along_axis(keep_sorted, jnp.argsort(order, axis=-1), axis=-1)
   return jnp.where(keep, logits, -jnp.inf)
 
@@ -104,7 +112,7 @@ def sample(
   greedy = temperature == 0
   scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
   logprobs = jax.nn.log_softmax(scaled, axis=-1)
-  kept = truncate(scaled, top_p, top_k) if truncated else logprobs
+  kept = truncate(logprobs, top_p, top_k) if truncated else logprobs
   weights = jnp.exp(kept - kept.max(axis=-1, keepdims=True))
   token = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), inverse_cdf(weights, u))
   return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]

@@ -1,9 +1,9 @@
 """The nano study of *Agent RL Scaling Law*: for every seed a base model, a run with the interpreter, and its control.
 
-    <root>/seed_<s>/base/      pre-training on mixed text
-    <root>/seed_<s>/tool/      reinforcement learning with the interpreter
-    <root>/seed_<s>/control/   the same from the same base model, seed, learning rate and compute, without it (ZeroRL)
-    <root>/summary.json, <root>/study.png
+<root>/seed_<s>/base/      pre-training on mixed text
+<root>/seed_<s>/tool/      reinforcement learning with the interpreter
+<root>/seed_<s>/control/   the same from the same base model, seed, learning rate and compute, without it (ZeroRL)
+<root>/summary.json, <root>/study.png
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def run_study(config: ConfigDict, root: str | os.PathLike[str], seeds: int) -> d
     The summary, as in `summary.json`.
   """
   if config.dialect.call_budget < 1:
-    raise UserError(f"config.dialect.call_budget={config.dialect.call_budget}: the study needs a run with calls; set 1 or more")
+    raise UserError(
+      f"config.dialect.call_budget={config.dialect.call_budget}: the study needs a run with calls; set 1 or more"
+    )
   path = pathlib.Path(root).absolute()
   # Both arms compile the same programs.
   jax.config.update("jax_compilation_cache_dir", str(path / "compiled"))

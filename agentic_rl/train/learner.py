@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agentic_rl.algorithms import POLICY_LOSSES, nll_loss
 from agentic_rl.data import Batch
-from agentic_rl.parallel import shardings
+from agentic_rl.parallel import constrain, shardings
 from agentic_rl.policy import Params, Policy, token_logprobs
 from agentic_rl.train.optimizer import OptimizerConfig
 
@@ -70,14 +70,21 @@ class LearnerConfig:
 
   Attributes:
     microbatch_rows: Rows whose activations are in memory at once; a multiple of data x fsdp devices.
-    logprob_chunk: Tokens whose logits are in memory at once, on each device's share of a row block.
+    logprob_chunk: Tokens whose logits are in memory at once, on each of the data x fsdp devices.
     temperature: Softmax temperature of the policy, the one that rollouts are sampled with.
-    entropy: Whether to measure the entropy of the policy at trained tokens.
   """
 
   microbatch_rows: int = 8
   logprob_chunk: int = 1024
   temperature: float = 1.0
+
+  def __post_init__(self) -> None:
+    if self.microbatch_rows < 1 or self.logprob_chunk < 1:
+      raise ValueError(
+        f"microbatch_rows ({self.microbatch_rows}) and logprob_chunk ({self.logprob_chunk}) must be at least 1"
+      )
+    if not self.temperature > 0:
+      raise ValueError(f"the temperature of a trained policy must be above 0, got {self.temperature}")
 
 
 class Learner:
@@ -100,10 +107,10 @@ class Learner:
     self._token_loss = token_loss
     self._rate = optimizer.rate()
     self._optimizer = optimizer.build()
-    parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    if config.microbatch_rows % parts:
+    self._parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.microbatch_rows % self._parts:
       raise ValueError(
-        f"microbatch_rows ({config.microbatch_rows}) must be a multiple of the {parts} devices along data x fsdp"
+        f"microbatch_rows ({config.microbatch_rows}) must be a multiple of the {self._parts} devices along data x fsdp"
       )
     params = policy.abstract_params()
     where = shardings(mesh, policy.logical_axes(), params)
@@ -195,14 +202,18 @@ class Learner:
     hidden = self.policy.hidden(params, micro["token_ids"], micro["positions"], micro["segment_ids"])
     b, t, d = hidden.shape
     # Token t is predicted by position t - 1 of its segment. Position 0 is never trained: it gets any value.
-    previous = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1).reshape(b * t, d)
-    logp, entropy = token_logprobs(
-      previous,
-      self.policy.unembedding(params),
-      micro["token_ids"].reshape(-1),
-      temperature=self.config.temperature,
-      chunk=self.config.logprob_chunk,
-    )
+    previous = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+    # The head is gathered along D once: otherwise the devices would sum logits at every chunk.
+    head = constrain(self.policy.unembedding(params), "vocab", None)
+    chunked = functools.partial(token_logprobs, temperature=self.config.temperature, chunk=self.config.logprob_chunk)
+    if self._parts == 1:
+      logp, entropy = chunked(previous.reshape(b * t, d), head, micro["token_ids"].reshape(-1))
+    else:
+      # Each device goes through its own rows: a chunk cut from all rows would lie on one device, and the others would
+      # repeat its work.
+      own = (self._parts, b // self._parts * t)
+      previous = constrain(previous.reshape(*own, d), "batch", None, None)
+      logp, entropy = jax.vmap(chunked, in_axes=(0, None, 0))(previous, head, micro["token_ids"].reshape(own))
     return logp.reshape(b, t), entropy.reshape(b, t)
 
   def _loss_fn(self, params: Params, micro: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -16,10 +16,11 @@ class OptimizerConfig:
 
   Attributes:
     learning_rate: Peak learning rate.
-    warmup_steps: Steps of linear warm-up from 0.
-    schedule: `constant`, or `cosine` to a tenth of the peak over `total_steps`.
-    total_steps: Length of the cosine schedule.
-    weight_decay: Decoupled weight decay, on matrices only.
+    warmup_steps: W steps of linear warm-up: step i = 0, 1, ... has rate (i + 1) / (W + 1) of the peak. The first is not 0:
+      with few updates a lost one counts.
+    schedule: `constant`, or `cosine` to a tenth of the peak at `total_steps`, and constant from there.
+    total_steps: Length of the cosine schedule, its warm-up included.
+    weight_decay: Decoupled weight decay, on matrices only, neither norm scales nor biases.
     clip_norm: Largest global norm of the gradient.
     b1, b2, eps: Adam's moments and epsilon.
   """
@@ -42,20 +43,20 @@ class OptimizerConfig:
 
   def rate(self) -> optax.Schedule:
     """Learning rate as a function of the optimizer step."""
+    first = self.learning_rate / (self.warmup_steps + 1)
     if self.schedule == "cosine":
       return optax.warmup_cosine_decay_schedule(
-        0.0, self.learning_rate, self.warmup_steps, self.total_steps, self.learning_rate / 10
+        first, self.learning_rate, self.warmup_steps, self.total_steps, self.learning_rate / 10
       )
     if self.warmup_steps:
-      # The first step must not have rate 0: with few updates a lost one counts.
-      first = self.learning_rate / (self.warmup_steps + 1)
       return optax.linear_schedule(first, self.learning_rate, self.warmup_steps)
     return optax.constant_schedule(self.learning_rate)
 
   def build(self) -> optax.GradientTransformation:
-    """The gradient transformation. Norm scales and biases (stacked vectors) are not decayed."""
+    """The gradient transformation."""
 
     def decayed(params: dict) -> dict:
+      # Scales and biases of stacked layers have two axes or more, as matrices do: their names tell them apart.
       def is_matrix(path: tuple, leaf: jax.Array) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True)
         return "norm" not in name and "bias" not in name and leaf.ndim >= 2

@@ -56,7 +56,11 @@ def build_policy(config: ConfigDict, tokenizer: Tokenizer) -> Policy:
 
 
 def build_mesh(config: ConfigDict) -> Mesh:
-  """The mesh over all devices."""
+  """The mesh over all devices of this host."""
+  if jax.process_count() > 1:
+    raise UserError(
+      f"{jax.process_count()} hosts: training runs on the devices of one host for now; start it on a single host"
+    )
   try:
     return make_mesh(MeshShape(**config.mesh.to_dict()))
   except ValueError as error:
@@ -96,8 +100,8 @@ def build_interpreter_config(config: ConfigDict) -> InterpreterConfig:
 def build_problems(section: ConfigDict) -> list[Problem]:
   """The problems of one data section, by its `kind`.
 
-  `arithmetic`: the nano study's generator. `jsonl`, `tfds`: a file or a data set with a column map. `python`: a function
-  `module:name` called with `options`, for generators of one's own.
+  `arithmetic`: the nano study's generator. `jsonl`, `tfds`: a file or a data set with a column map. `python`: a
+  function `module:name` called with `options`, for generators of one's own.
   """
   kind, options = section.kind, section.options.to_dict()
   try:
@@ -149,8 +153,3 @@ def prepare_workdir(config: ConfigDict, workdir: str | os.PathLike[str]) -> path
   except OSError as error:
     raise UserError(f"the run directory {path} cannot be written: {error.strerror}") from error
   return path
-
-
-def is_main_host() -> bool:
-  """Whether this process writes metrics and episodes."""
-  return jax.process_index() == 0
