@@ -42,8 +42,8 @@ def get_config() -> ConfigDict:
   config.data.train = _arithmetic(count=4000, seed=1, families=train, held_out=False)
   config.data.evaluation = ConfigDict(
     dict(
-      easy=_arithmetic(count=48, seed=2, families=EASY, held_out=True),
-      hard=_arithmetic(count=96, seed=3, families=HARD, held_out=True),
+      easy=_arithmetic(count=64, seed=2, families=EASY, held_out=False),
+      hard=_arithmetic(count=128, seed=3, families=HARD, held_out=True),
     )
   )
 
@@ -71,6 +71,7 @@ def get_config() -> ConfigDict:
   config.rollout = ConfigDict(
     dict(
       engine="native",
+      sharded=False,  # weights and cache of the engine on one device, not on the mesh
       slots=192,
       max_tokens=128,
       max_in_flight=1024,
@@ -103,11 +104,23 @@ def get_config() -> ConfigDict:
     )
   )
   config.optimizer = ConfigDict(
-    dict(learning_rate=5e-5, warmup_steps=5, schedule="constant", weight_decay=0.0, clip_norm=1.0, b1=0.9, b2=0.95)
+    dict(
+      learning_rate=5e-5,
+      warmup_steps=5,
+      schedule="constant",
+      total_steps=0,
+      weight_decay=0.0,
+      clip_norm=1.0,
+      b1=0.9,
+      # Late on few groups are mixed and most gradients are near 0. With b2=0.95 Adam forgets within 20 steps how large
+      # they can be, the next mistake that is sampled makes a huge step, and a seed may lose a skill (measured at six
+      # times this learning rate: accuracy fell from 0.97 to 0.76; with 0.99 it stayed).
+      b2=0.99,
+    )
   )
   config.train = ConfigDict(
     dict(
-      iterations=80,
+      iterations=60,
       minibatches=2,
       microbatch_rows=8,
       length_buckets=(128,),
@@ -116,8 +129,10 @@ def get_config() -> ConfigDict:
     )
   )
   config.publication = ConfigDict(dict(directory="", probe_tokens=24, max_logprob_diff=1e-3))
-  config.evaluation = ConfigDict(dict(every=5, samples=2, temperature=1.0, top_p=1.0))
-  config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
+  config.evaluation = ConfigDict(dict(every=5, samples=1, temperature=1.0, top_p=1.0))
+  # XLA runs programs as small as these on one core; two simulated devices, each with half of the rows, use two.
+  config.cpu_devices = 2
+  config.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))
 
   config.sft = ConfigDict(
     dict(
@@ -131,7 +146,7 @@ def get_config() -> ConfigDict:
           learning_rate=2e-3,
           warmup_steps=30,
           schedule="cosine",
-          total_steps=500,
+          total_steps=0,  # sft.steps
           weight_decay=0.05,
           clip_norm=1.0,
           b1=0.9,

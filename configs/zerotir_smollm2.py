@@ -4,8 +4,15 @@ r"""ZeroTIR on a real language model: SmolLM2-135M-Instruct learns arithmetic wi
     python launch/convert_smollm2.py --output=runs/smollm2
     python launch/train_rl.py --config=configs/zerotir_smollm2.py --workdir=runs/zerotir_smollm2
 
-@RESULT@
+Before training, at temperature 0.7, the model ran code in 0.88 of 32 responses (8 problems, 4 samples each), answered
+0.63 of them right, and 5 of the 8 groups were mixed, so there is something to learn from the first iteration on.
+Three iterations of 16 episodes (`--config.rollout.problems=4 --config.rollout.samples=4`) took 4 CPU-minutes, compiling
+included, and 6.5 minutes of wall time on two busy CPU cores; a run of 24 episodes an iteration held 5 GB of memory. The
+100 iterations of the full recipe are meant for an accelerator (`--config.policy.dtype=bfloat16`) and have not been run,
+so what they reach is not known.
 """
+
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -104,6 +111,7 @@ def get_config() -> ConfigDict:
   config.rollout = ConfigDict(
     dict(
       engine="native",
+      sharded=False,  # weights and cache of the engine on one device, not on the mesh
       slots=32,
       max_tokens=320,  # the prompt takes about 210
       max_in_flight=1024,
@@ -128,7 +136,16 @@ def get_config() -> ConfigDict:
     )
   )
   config.optimizer = ConfigDict(
-    dict(learning_rate=1e-6, warmup_steps=5, schedule="constant", weight_decay=0.0, clip_norm=1.0, b1=0.9, b2=0.95)
+    dict(
+      learning_rate=1e-6,
+      warmup_steps=5,
+      schedule="constant",
+      total_steps=0,
+      weight_decay=0.0,
+      clip_norm=1.0,
+      b1=0.9,
+      b2=0.95,
+    )
   )
   config.train = ConfigDict(
     dict(
@@ -140,12 +157,13 @@ def get_config() -> ConfigDict:
       checkpoint_every=10,
     )
   )
-  config.publication = ConfigDict(dict(directory="", max_logprob_diff=1e-3))
+  config.publication = ConfigDict(dict(directory="", probe_tokens=24, max_logprob_diff=1e-3))
   config.evaluation = ConfigDict(dict(every=20, samples=1, temperature=0.7, top_p=1.0))
   config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
+  config.cpu_devices = 1  # a CPU-only host works as one device, which uses all its cores
   return config.lock()
 
 
-def _procedural(**options) -> ConfigDict:
+def _procedural(**options: Any) -> ConfigDict:
   options = {"function": "agentic_rl.data.procedural:problems", **options}
   return ConfigDict(dict(kind="python", options=ConfigDict(options)))

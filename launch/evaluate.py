@@ -9,6 +9,7 @@ from __future__ import annotations
 from absl import flags
 
 from agentic_rl.evaluation.checkpoint import evaluate_checkpoint
+from agentic_rl.train import setup
 from agentic_rl.train.config_check import define_config, run_app
 
 _CONFIG = define_config()
@@ -19,6 +20,7 @@ _TOOLS = flags.DEFINE_bool("tools", True, "Execute code; --notools evaluates wit
 
 def main(argv: list[str]) -> int:
   del argv
+  setup.start_backend(_CONFIG.value)
   evaluation = evaluate_checkpoint(_CONFIG.value, _CHECKPOINT.value, _WORKDIR.value, tools=_TOOLS.value)
   print(evaluation.table())
   print(f"\nwritten to {_WORKDIR.value}: evaluation.json, evaluation.md and the episodes of each set")

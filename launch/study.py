@@ -10,6 +10,7 @@ from __future__ import annotations
 from absl import flags
 
 from agentic_rl.study.zerotir import run_study
+from agentic_rl.train import setup
 from agentic_rl.train.config_check import define_config, run_app
 
 _CONFIG = define_config("configs/zerotir_nano.py")
@@ -19,6 +20,7 @@ _SEEDS = flags.DEFINE_integer("seeds", 1, "Number of seeds.", lower_bound=1)
 
 def main(argv: list[str]) -> int:
   del argv
+  setup.start_backend(_CONFIG.value)
   run_study(_CONFIG.value, _WORKDIR.value, _SEEDS.value)
   return 0
 

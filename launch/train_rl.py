@@ -12,8 +12,7 @@ import pathlib
 
 from absl import flags
 
-from agentic_rl.parallel import initialize_distributed
-from agentic_rl.train import rl
+from agentic_rl.train import rl, setup
 from agentic_rl.train.config_check import define_config, run_app
 
 _CONFIG = define_config()
@@ -22,7 +21,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory; an unfinished ru
 
 def main(argv: list[str]) -> int:
   del argv
-  initialize_distributed()
+  setup.start_backend(_CONFIG.value)
   metrics = rl.train(_CONFIG.value, _WORKDIR.value)
   root = pathlib.Path(_WORKDIR.value)
   print(f"reward {metrics['reward/mean']:.3f}, code {metrics['rollout/code_proportion']:.0%} in the last iteration")

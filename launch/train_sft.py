@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from agentic_rl.parallel import initialize_distributed
-from agentic_rl.train import sft
+from agentic_rl.train import setup, sft
 from agentic_rl.train.config_check import define_config, run_app
 
 _CONFIG = define_config()
@@ -17,7 +16,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory; an unfinished ru
 
 def main(argv: list[str]) -> int:
   del argv
-  initialize_distributed()
+  setup.start_backend(_CONFIG.value)
   publication = sft.train(_CONFIG.value, _WORKDIR.value)
   print(f"base model: {publication.path}")
   return 0

@@ -29,7 +29,7 @@ ROOMS = (
 )
 # These four know each other by what their `__init__` offers and by nothing else.
 CLOSED = ("sandbox", "tools", "rewards", "algorithms")
-READS_CONFIGS = ("train", "study")
+READS_CONFIGS = ("train", "evaluation", "study")
 OUTSIDE = ("benchmarks", "configs", "launch", "notebooks", "tests")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -13,13 +13,13 @@ code, reads the result and copies it. So there are six families of problems over
 | `loop` (hard) | `sum(i*i) 12..35` | a loop over `range(12,35)` |
 | `digits` (hard) | `digits 347*62` | two calls: the product, then the sum of the digits that the first call returned |
 
-Every large number belongs either to training (corpus and reinforcement learning) or to the held-out problems, by a fixed
-random split: held-out hard problems share no operand with the questions of training. (A miscopied number in the corpus's
-flawed code may be any number.) Easy problems are common knowledge, as small sums and the table are to people: there are
-334 of them, the corpus holds them all, and none is held out.
+Every large number belongs either to training (corpus and reinforcement learning) or to the held-out problems, by a
+fixed random split: held-out hard problems share no operand with the questions of training. (A miscopied number in the
+corpus's flawed code may be any number.) Easy problems are common knowledge, as small sums and the table are to people:
+there are 334 of them, the corpus holds them all, and none is held out.
 
-The corpus is text of four kinds: worked answers without code (most), worked answers with code (few; some of that code is
-wrong, incomplete or ignored), notebook pages without a question, and copied expressions. It makes a base model that
+The corpus is text of four kinds: worked answers without code (most), worked answers with code (few; some of that code
+is wrong, incomplete or ignored), notebook pages without a question, and copied expressions. It makes a base model that
 answers easy problems directly, guesses at hard ones, and uses code rarely and badly.
 """
 
@@ -36,7 +36,18 @@ from agentic_rl.tokenizer import PieceTokenizer
 EASY = ("sum", "table")
 HARD = ("product", "mixed", "loop", "digits")
 
-_WORDS = ("```python\n", "```\n", "```output\n", "\\boxed{", "print(", "for i in range(", "sum(i*i)", "digits ", "Error", "..")
+_WORDS = (
+  "```python\n",
+  "```\n",
+  "```output\n",
+  "\\boxed{",
+  "print(",
+  "for i in range(",
+  "sum(i*i)",
+  "digits ",
+  "Error",
+  "..",
+)
 _CHARACTERS = "0123456789+-*=();:,.' \n}_" + "abcdefghijklmnopqrstuvwxyz" + "ENSTV"
 
 OPEN, CLOSE, OUTPUT = "```python\n", "\n```\n", "```output\n"
@@ -83,8 +94,8 @@ def question(family: str, rng: np.random.Generator, *, held_out: bool) -> Questi
     ValueError: For an unknown family.
   """
   if family in EASY:
-    first, second = ((1, 30), (1, 9)) if family == "sum" else ((2, 9), (2, 9))
-    a, b = int(rng.integers(first[0], first[1] + 1)), int(rng.integers(second[0], second[1] + 1))
+    (a_low, a_high), (b_low, b_high) = ((1, 30), (1, 9)) if family == "sum" else ((2, 9), (2, 9))
+    a, b = int(rng.integers(a_low, a_high + 1)), int(rng.integers(b_low, b_high + 1))
     text, answer = (f"{a}+{b}", a + b) if family == "sum" else (f"{a}*{b}", a * b)
     return Question(family, text, answer, (lambda _: f"print({text})",))
   if family == "product":
@@ -99,9 +110,11 @@ def question(family: str, rng: np.random.Generator, *, held_out: bool) -> Questi
     return Question(family, f"sum(i*i) {a}..{b}", sum(i * i for i in range(a, b)), (lambda _: code,))
   if family == "digits":
     a, b = _large(rng, held_out, 100, 999), _large(rng, held_out, 11, 99)
-    first = lambda _: f"print({a}*{b})"  # noqa: E731
-    second = lambda output: "print(" + "+".join(output.strip()) + ")"  # noqa: E731
-    return Question(family, f"digits {a}*{b}", sum(map(int, str(a * b))), (first, second))
+    snippets: tuple[Callable[[str], str], ...] = (
+      lambda _: f"print({a}*{b})",
+      lambda output: "print(" + "+".join(output.strip()) + ")",
+    )
+    return Question(family, f"digits {a}*{b}", sum(map(int, str(a * b))), snippets)
   raise ValueError(f"unknown family {family!r}; known: {', '.join(EASY + HARD)}")
 
 

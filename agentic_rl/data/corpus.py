@@ -34,7 +34,10 @@ class ArithmeticCorpus:
 
 @dataclasses.dataclass(frozen=True)
 class FileCorpus:
-  """Documents of a JSONL file, drawn with replacement; a line is `{"runs": [["text", true], ...]}` or `{"text": ...}`."""
+  """Documents of a JSONL file, drawn with replacement.
+
+  A line is `{"runs": [["text", true], ...]}` or `{"text": "..."}`.
+  """
 
   lines: tuple[Document, ...]
 

@@ -1,4 +1,4 @@
-"""The mesh: named axes `data` (replicated weights), `fsdp` (sharded weights) and `tensor` (sharded heads and features)."""
+"""The mesh: axes `data` (replicated weights), `fsdp` (sharded weights) and `tensor` (sharded heads and features)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ class MeshShape:
       ValueError: If the axes do not multiply to `devices`.
     """
     shape = [self.data, self.fsdp, self.tensor]
+    named = dict(zip(AXES, shape, strict=True))
     if shape.count(-1) > 1 or any(n < 1 and n != -1 for n in shape):
-      raise ValueError(f"mesh axes must be positive, one of them at most -1; got {dict(zip(AXES, shape, strict=True))}")
+      raise ValueError(f"mesh axes must be positive, one of them at most -1; got {named}")
     if -1 in shape:
       rest = math.prod(n for n in shape if n != -1)
       if devices % rest:
-        raise ValueError(f"mesh {dict(zip(AXES, shape, strict=True))} does not divide {devices} devices")
+        raise ValueError(f"mesh {named} does not divide {devices} devices")
       shape[shape.index(-1)] = devices // rest
     if math.prod(shape) != devices:
-      raise ValueError(
-        f"mesh {dict(zip(AXES, shape, strict=True))} needs {math.prod(shape)} devices, {devices} are there; set one axis to -1"
-      )
+      raise ValueError(f"mesh {named} needs {math.prod(shape)} devices, {devices} are there; set one axis to -1")
     return shape[0], shape[1], shape[2]
 
 
@@ -49,7 +48,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
 
 
 def initialize_distributed() -> None:
-  """Joins a multi-host run where the environment announces one (SLURM, GKE, Cloud TPU); does nothing on a single host."""
+  """Joins a multi-host run where the environment announces one (SLURM, GKE, Cloud TPU); on a single host nothing."""
   coordinators = ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS")
   announced = any(os.environ.get(name) for name in coordinators)
   # SLURM sets the number of tasks for the whole allocation; only a process started by srun has a step.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 QUERY_BLOCK = 128
-"""Queries a block: a block attends to its prefix only, which halves the work of a causal mask (measured best on CPU)."""
+"""Queries a block; a block attends to its prefix only, which halves the work of a causal mask. Measured best on CPU."""
 
 _MASKED = -1e30
 

@@ -132,6 +132,8 @@ class Block(nnx.Module):
 
 
 class Embed(nnx.Module):
+  """The embedding table."""
+
   def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
     self.table = _param(rngs, (config.vocab_size, config.width), ("vocab", "embed"), config.width**-0.5)
 
@@ -239,7 +241,9 @@ class Policy:
     new_cache: KeyValueCache = []
     for layer_params, (keys, values) in zip(params["layers"], cache, strict=True):
 
-      def attend(q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array = keys, values: jax.Array = values) -> jax.Array:
+      def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array = keys, values: jax.Array = values
+      ) -> jax.Array:
         keys = keys.at[rows, positions].set(k, mode="drop")
         values = values.at[rows, positions].set(v, mode="drop")
         new_cache.append((keys, values))

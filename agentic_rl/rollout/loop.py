@@ -40,7 +40,7 @@ def request_seed(seed: int, uid: str, sample: int, turn: int) -> int:
 def encode_prompt(tokenizer: Tokenizer, dialect: Dialect, problem: Problem, max_tokens: int) -> Segment:
   """The prompt segment of a problem. Raises `UserError` where it leaves no token of the budget to the policy."""
   text = dialect.render_prompt(problem)
-  ids = tuple(tokenizer.encode(text))
+  ids = tuple(tokenizer.encode_prompt(text))
   if len(ids) >= max_tokens:
     raise UserError(
       f"the prompt of problem {problem.uid!r} has {len(ids)} tokens and max_tokens is {max_tokens}, which leaves none "

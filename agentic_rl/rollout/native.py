@@ -31,6 +31,7 @@ from agentic_rl.policy import Params, Policy
 from agentic_rl.policy.decoder import KeyValueCache
 from agentic_rl.rollout import sampler
 from agentic_rl.rollout.engine import Sampling
+from agentic_rl.rollout.stops import StopSet, StopTable
 from agentic_rl.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,9 @@ class NativeConfig:
     prefill_widths: Widths to which prefilled tokens are padded; each is compiled once for each batch size.
     batch_sizes: Decode and prefill batch sizes, as fractions of `slots`; each is compiled once.
     attend_lengths: Cache lengths that a decode step reads, as fractions of `max_length`; each is compiled once.
+
+  Raises:
+    ValueError: For sizes with which nothing could be generated.
   """
 
   slots: int = 64
@@ -60,6 +64,16 @@ class NativeConfig:
   prefill_widths: tuple[int, ...] = (64, 512)
   batch_sizes: tuple[float, ...] = (0.25, 1.0)
   attend_lengths: tuple[float, ...] = (0.5, 1.0)
+
+  def __post_init__(self) -> None:
+    for name, least in (("slots", 1), ("max_length", 2), ("decode_steps", 1), ("gather_s", 0), ("ride_along", 0)):
+      if getattr(self, name) < least:
+        raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+    if not self.prefill_widths or min(self.prefill_widths) < 1:
+      raise ValueError(f"prefill_widths must be one or more widths of at least 1, got {self.prefill_widths}")
+    for name in ("batch_sizes", "attend_lengths"):
+      if not all(0 < fraction <= 1 for fraction in getattr(self, name)):
+        raise ValueError(f"{name} must be fractions above 0 and at most 1, got {getattr(self, name)}")
 
   def batches(self) -> list[int]:
     return sorted({max(1, int(self.slots * f)) for f in self.batch_sizes} | {self.slots})
@@ -72,7 +86,8 @@ class NativeConfig:
 
   def compile_bound(self) -> int:
     """Most programs that generation compiles: decode for each batch and length, twice if some requests truncate their
-    distribution; prefill for each batch and width."""
+    distribution; prefill for each batch and width.
+    """
     return len(self.batches()) * (2 * len(self.lengths()) + len(self.widths()))
 
 
@@ -87,6 +102,18 @@ class _Request:
   versions: list[int] = dataclasses.field(default_factory=list)
   cached_tokens: int = 0
   cancelled: bool = False
+
+  @property
+  def stop_set(self) -> StopSet:
+    return self.sampling.stop, self.sampling.stop_token_ids
+
+
+@dataclasses.dataclass(eq=False)
+class _Command:
+  """Something to be done by the engine's thread between two decode calls."""
+
+  run: Callable[[], None]
+  done: Callable[[BaseException | None], None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,25 +146,32 @@ class NativeEngine:
       config: Sizes.
       read: Restores a publication's parameters.
       mesh: Where to put the weights and the cache; the default device if None.
+
+    Raises:
+      ValueError: If the devices along data x fsdp do not divide the slots and every batch size.
     """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"] if mesh is not None else 1
+    if any(size % parts for size in config.batches()):
+      raise ValueError(
+        f"slots and batch sizes ({', '.join(map(str, config.batches()))}) must be multiples of the {parts} devices "
+        f"along data x fsdp"
+      )
     self._policy, self._tokenizer, self._config, self._read, self._mesh = policy, tokenizer, config, read, mesh
     self._params: Params | None = None
     self._version = -1
     self._slots = [_Slot(i) for i in range(config.slots)]
     self._sessions: dict[str, _Slot] = {}
     self._waiting: list[_Request] = []
-    self._commands: list[Callable[[], None]] = []
+    self._commands: list[_Command] = []
     self._wake = threading.Condition()
     self._closed = False
     self._failure: BaseException | None = None
     self._cache = self._new_cache()
-    self._stop_sets: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
-    self._stop_table = np.zeros((4, policy.config.vocab_size), bool)
-    self._device_stop_table: jax.Array | None = None
-    self._vocabulary_text: list[str] | None = None
+    self._stops = StopTable(tokenizer, policy.config.vocab_size)
     self.tokens_generated = 0
     # Donating the cache lets XLA update it in place.
     self._prefill = jax.jit(self._prefill_step, donate_argnums=(1,))
+    self._unstack = jax.jit(policy.unstack)
     self._decode = jax.jit(self._decode_steps, donate_argnums=(1,), static_argnames=("attend_length", "truncated"))
     self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
     self._thread.start()
@@ -148,14 +182,21 @@ class NativeEngine:
     """See `Engine.generate`.
 
     Raises:
-      ValueError: For an empty prompt, an id outside the vocabulary, or a request that exceeds `max_length`.
+      ValueError: For an empty prompt, an id outside the vocabulary, an empty stop string, or a request that exceeds
+        `max_length`.
       RuntimeError: If the engine is closed, failed, or has no weights yet.
     """
     ids = list(token_ids)
     if not ids:
       raise ValueError("generate needs at least one token")
-    if min(ids) < 0 or max(ids) >= self._policy.config.vocab_size:
-      raise ValueError(f"a token id lies outside the vocabulary of {self._policy.config.vocab_size}")
+    vocab_size = self._policy.config.vocab_size
+    if min(ids) < 0 or max(ids) >= vocab_size:
+      raise ValueError(f"a token id lies outside the vocabulary of {vocab_size}")
+    for stop in sampling.stop_token_ids:
+      if not 0 <= stop < vocab_size:
+        raise ValueError(f"stop id {stop} lies outside the vocabulary of {vocab_size}")
+    if "" in sampling.stop:
+      raise ValueError("an empty stop string would stop everything")
     if len(ids) + sampling.max_new_tokens > self._config.max_length:
       raise ValueError(
         f"{len(ids)} prompt tokens and {sampling.max_new_tokens} new ones exceed the engine's max_length "
@@ -216,7 +257,8 @@ class NativeEngine:
     else:
       where = shardings(self._mesh, self._policy.logical_axes(), self._policy.abstract_params())
       params = jax.tree.map(lambda x, s: jax.device_put(jnp.asarray(x, dtype), s), params, where)
-    return jax.jit(self._policy.unstack)(params)
+    unstacked: Params = self._unstack(params)
+    return unstacked
 
   def _swap(self, params: Params, version: int) -> None:
     self._params, self._version = params, version
@@ -336,9 +378,11 @@ class NativeEngine:
         generating = len(self._waiting) + sum(s.request is not None for s in self._slots)
         if generating < len(self._sessions) - sum(s.request is not None for s in self._slots):
           self._wake.wait_for(lambda: self._closed or bool(self._commands), self._config.gather_s)
-      commands, self._commands = self._commands, []
-      for command in commands:
-        command()
+      while self._commands:
+        command = self._commands[0]
+        command.run()
+        del self._commands[0]  # only now: if it fails, whoever waits for it is told with all others
+        command.done(None)
       self._admit()
       running = [s for s in self._slots if s.request is not None]
     if running:
@@ -424,6 +468,7 @@ class NativeEngine:
     if batch == config.slots:
       for slot in self._slots:  # a parked slot's cache must not be overwritten at position 0
         inputs["position"][slot.index] = min(slot.cached, config.max_length - 1)
+    self._stops.use(s.request.stop_set for s in running if s.request is not None)
     truncated, longest = False, 0
     for slot in running:
       request = slot.request
@@ -437,17 +482,15 @@ class NativeEngine:
       inputs["limit"][i] = s.max_new_tokens - len(request.new_ids)
       inputs["seeds"][i] = (s.seed >> 32) & 0xFFFFFFFF, s.seed & 0xFFFFFFFF
       inputs["temperature"][i], inputs["top_p"][i], inputs["top_k"][i] = s.temperature, s.top_p, s.top_k
-      inputs["stop_set"][i] = self._stop_set(s)
+      inputs["stop_set"][i] = self._stops.row(request.stop_set)
       truncated |= s.top_p < 1 or s.top_k > 0
       longest = max(longest, slot.cached + 1)
     if batch == config.slots:
       longest = max(longest, max(s.cached for s in self._slots) + 1)
     reach = min(longest + config.decode_steps, config.max_length)
     attend = next(a for a in config.lengths() if a >= reach)
-    if self._device_stop_table is None:
-      self._device_stop_table = jnp.asarray(self._stop_table)
     self._cache, tokens, logprobs = self._decode(
-      self._params, self._cache, inputs, self._device_stop_table, attend_length=attend, truncated=truncated
+      self._params, self._cache, inputs, self._stops.on_device(), attend_length=attend, truncated=truncated
     )
     tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
     for slot in running:
@@ -497,36 +540,15 @@ class NativeEngine:
       )
     )
 
-  def _stop_set(self, s: Sampling) -> int:
-    """Row of the stop table for a request: the ids at which the device itself may stop."""
-    key = (s.stop, s.stop_token_ids)
-    if key not in self._stop_sets:
-      if self._vocabulary_text is None:
-        self._vocabulary_text = [self._tokenizer.decode([i]) for i in range(self._tokenizer.vocab_size)]
-      row = len(self._stop_sets)
-      if row == len(self._stop_table):
-        self._stop_table = np.concatenate([self._stop_table, np.zeros_like(self._stop_table)])
-      self._stop_table[row, list(s.stop_token_ids)] = True
-      for i, text in enumerate(self._vocabulary_text):
-        if any(x in text for x in s.stop):
-          self._stop_table[row, i] = True
-      self._stop_sets[key] = row
-      self._device_stop_table = None
-    return self._stop_sets[key]
-
   # ---- plumbing ----
 
   async def _command(self, run: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
-    def wrapped() -> None:
-      run()
-      _resolve(loop, future, None)
-
     with self._wake:
       self._check_alive()
-      self._commands.append(wrapped)
+      self._commands.append(_Command(run, functools.partial(_resolve, loop, future)))
       self._wake.notify()
     await future
 
@@ -539,11 +561,11 @@ class NativeEngine:
   def _fail_all(self, error: BaseException) -> None:
     with self._wake:
       requests = self._waiting + [s.request for s in self._slots if s.request is not None]
-      self._waiting = []
+      commands, self._commands, self._waiting = self._commands, [], []
       for slot in self._slots:
         slot.request = None
-    for request in requests:
-      request.done(error)
+    for waiting in (*requests, *commands):
+      waiting.done(error)
 
 
 class _nothing:

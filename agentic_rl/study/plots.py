@@ -91,7 +91,7 @@ def plot_study(runs: Sequence[SeedRuns], path: str | pathlib.Path) -> pathlib.Pa
     _curves(accuracy, controls, "eval/hard/accuracy", GREY, "hard, control")
     _curves(accuracy, tools, "eval/easy/accuracy", SKY, "easy", dashed=True)
     _curves(accuracy, controls, "eval/easy/accuracy", "#8E8E8E", "easy, control", dashed=True)
-    _finish(accuracy, "c  Held-out accuracy", "accuracy", share=True)
+    _finish(accuracy, "c  Accuracy", "accuracy", share=True)
     _label_ends(accuracy)
 
     _curves(entropy, tools, "policy/entropy", BLUE, "interpreter", window=5)

@@ -45,6 +45,9 @@ class LearnerState(NamedTuple):
   step: jax.Array
 
 
+Metrics = dict[str, jax.Array]
+"""Numbers of one step by name: scalar arrays that are still on the device."""
+
 TokenLoss = Callable[[jax.Array, Arrays], tuple[jax.Array, dict[str, jax.Array]]]
 """`(logp [B,T], micro-batch) -> (loss of each token [B,T], statistics of each token [B,T])`."""
 
@@ -119,12 +122,12 @@ class Learner:
     opt_where = optax.tree.map_params(
       self._optimizer, lambda _, s: s, abstract_opt, where, transform_non_params=lambda _: replicated
     )
-    self.state_shardings = LearnerState(where, opt_where, replicated)
+    self.state_shardings = LearnerState(where, opt_where, replicated)  # type: ignore[arg-type]  # a tree of shardings
     self._rows = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp"), None))
     self._init = jax.jit(self._init_fn, out_shardings=self.state_shardings)
     self._from_params = jax.jit(self._from_params_fn, out_shardings=self.state_shardings)
-    self._step = jax.jit(self._step_fn, donate_argnums=0, out_shardings=(self.state_shardings, replicated))
-    self._score = jax.jit(self._score_fn, out_shardings=replicated)
+    self._step: Any = jax.jit(self._step_fn, donate_argnums=0, out_shardings=(self.state_shardings, replicated))
+    self._score: Any = jax.jit(self._score_fn, out_shardings=replicated)
 
   # ---- state ----
 
@@ -141,9 +144,7 @@ class Learner:
   def abstract_state(self) -> LearnerState:
     """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
     shapes = jax.eval_shape(self._init_fn, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
-    return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.state_shardings
-    )
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.state_shardings)
 
   def _init_fn(self, key: jax.Array) -> LearnerState:
     return self._from_params_fn(self.policy.init(key))
@@ -224,7 +225,7 @@ class Learner:
     sums = {name: jnp.sum(jnp.where(mask, value, 0.0)) for name, value in {**statistics, "entropy": entropy}.items()}
     return total, jax.lax.stop_gradient(sums)
 
-  def _step_fn(self, state: LearnerState, arrays: Arrays, micro_batches: jax.Array) -> tuple[LearnerState, Any]:
+  def _step_fn(self, state: LearnerState, arrays: Arrays, micro_batches: jax.Array) -> tuple[LearnerState, Metrics]:
     value_and_grad = jax.value_and_grad(self._loss_fn, has_aux=True)
 
     def micro(i: jax.Array) -> dict[str, jax.Array]:
@@ -252,10 +253,7 @@ class Learner:
       micro = {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in arrays.items()}
       values = self._logprobs(params, micro)
       masked = (jnp.where(micro["loss_mask"], v, 0.0) for v in values)
-      return tuple(jax.lax.dynamic_update_index_in_dim(o, v, i, 0) for o, v in zip(out, masked, strict=True))  # type: ignore[return-value]
+      return tuple(jax.lax.dynamic_update_index_in_dim(o, v, i, 0) for o, v in zip(out, masked, strict=True))
 
     zeros = jnp.zeros(arrays["token_ids"].shape, jnp.float32)
     return jax.lax.fori_loop(0, micro_batches, fill, (zeros, zeros))
-
-
-Metrics = dict[str, jax.Array]

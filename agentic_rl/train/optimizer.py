@@ -16,8 +16,8 @@ class OptimizerConfig:
 
   Attributes:
     learning_rate: Peak learning rate.
-    warmup_steps: W steps of linear warm-up: step i = 0, 1, ... has rate (i + 1) / (W + 1) of the peak. The first is not 0:
-      with few updates a lost one counts.
+    warmup_steps: W steps of linear warm-up: step i = 0, 1, ... has rate (i + 1) / (W + 1) of the peak. The first is
+      not 0: with few updates a lost one counts.
     schedule: `constant`, or `cosine` to a tenth of the peak at `total_steps`, and constant from there.
     total_steps: Length of the cosine schedule, its warm-up included.
     weight_decay: Decoupled weight decay, on matrices only, neither norm scales nor biases.
@@ -65,7 +65,5 @@ class OptimizerConfig:
 
     return optax.chain(
       optax.clip_by_global_norm(self.clip_norm),
-      optax.adamw(
-        self.rate(), b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay, mask=decayed
-      ),
+      optax.adamw(self.rate(), b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay, mask=decayed),
     )

@@ -9,6 +9,7 @@ A publication is written under a temporary name and renamed when it is complete:
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from agentic_rl.errors import UserError
 from agentic_rl.policy import Params, PolicyConfig
 
 _TEMPORARY = ".writing-"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
@@ -45,7 +47,7 @@ def _named_leaves(params: Params) -> list[tuple[str, Any]]:
 
 
 def _checksum(array: np.ndarray) -> int:
-  return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+  return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
 
 
 class Publisher:
@@ -57,17 +59,25 @@ class Publisher:
     policy: Configuration of the policy, stored with each publication.
     tokenizer: Fingerprint of the tokenizer, stored with each publication.
     keep: Newest publications to keep.
+
+    Raises:
+      UserError: If the directory cannot be made.
     """
     if keep < 1:
       raise ValueError(f"at least one publication must be kept, got keep={keep}")
     self.directory = pathlib.Path(directory).absolute()
     self._policy, self._tokenizer, self._keep = policy, tokenizer, keep
-    self.directory.mkdir(parents=True, exist_ok=True)
+    try:
+      self.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      raise UserError(f"the publication directory {self.directory} cannot be made: {error.strerror}") from error
     for half in self.directory.glob(f"{_TEMPORARY}*"):  # left by a writer that was killed
       shutil.rmtree(half)
 
   def publish(self, version: int, params: Params) -> Publication:
     """Writes one version and makes it the latest. A version that exists already is replaced.
+
+    Later versions are deleted: they belong to iterations that a run which went back to its checkpoint does anew.
 
     Raises:
       UserError: If the disk is full. Older publications stay as they are.
@@ -79,7 +89,7 @@ class Publisher:
       half.mkdir(parents=True)
       with ocp.Checkpointer(_handler()) as checkpointer:
         checkpointer.save(half / "weights", args=ocp.args.PyTreeSave(params))
-      manifest = {
+      manifest: dict[str, Any] = {
         "version": version,
         "fingerprint": tree_fingerprint(params),
         "policy": self._policy.to_dict(),
@@ -88,9 +98,11 @@ class Publisher:
       }
       write_text(half / "manifest.json", json.dumps(manifest, indent=1))
       if final.exists():
+        # A directory cannot be replaced in one step, so that for a moment the version before is the latest again.
+        self._point_to(max((v for v in self.versions() if v < version), default=None))
         shutil.rmtree(final)
       os.replace(half, final)
-      write_text(self.directory / "LATEST", final.name)
+      self._point_to(version)
     except (OSError, ValueError) as error:
       shutil.rmtree(half, ignore_errors=True)
       if not is_disk_full(error):
@@ -99,17 +111,33 @@ class Publisher:
         f"the disk of {self.directory} is full: version {version} could not be published; make room and start again "
         f"(earlier publications and checkpoints are intact)"
       ) from error
-    for old in sorted(p for p in self.directory.iterdir() if p.is_dir() and p.name.isdigit())[: -self._keep]:
-      shutil.rmtree(old)
+    kept = [v for v in self.versions() if v <= version][-self._keep :]
+    for other in self.versions():
+      if other not in kept:
+        shutil.rmtree(self.directory / f"{other:06d}")
     return Publication(version, str(final), manifest["fingerprint"], manifest["policy"])
+
+  def versions(self) -> list[int]:
+    """The versions that lie in the directory, in rising order."""
+    return sorted(int(p.name) for p in self.directory.iterdir() if p.is_dir() and p.name.isdigit())
+
+  def _point_to(self, version: int | None) -> None:
+    pointer = self.directory / "LATEST"
+    if version is None:
+      pointer.unlink(missing_ok=True)
+    else:
+      write_text(pointer, f"{version:06d}")
 
 
 def is_disk_full(error: BaseException) -> bool:
-  """Whether an error, or what caused it, says that no space is left: Orbax's writers do not all raise `OSError`."""
+  """Whether an error, or what caused it, says that no more can be written: the disk, a quota or a file size limit.
+
+  Orbax's writers do not all raise `OSError`, so that messages count as well.
+  """
   seen: BaseException | None = error
   while seen is not None:
-    if getattr(seen, "errno", None) in (28, 122) or any(
-      s in str(seen) for s in ("No space left on device", "RESOURCE_EXHAUSTED", "Disk quota exceeded")
+    if getattr(seen, "errno", None) in _FULL or any(
+      text in str(seen) for text in ("RESOURCE_EXHAUSTED", *map(os.strerror, _FULL))
     ):
       return True
     seen = seen.__cause__ or seen.__context__
@@ -135,8 +163,11 @@ def open_publication(path: str | os.PathLike[str]) -> Publication:
   try:
     values = json.loads(manifest.read_text())
     return Publication(values["version"], str(pathlib.Path(path).absolute()), values["fingerprint"], values["policy"])
-  except (OSError, json.JSONDecodeError, KeyError) as error:
-    raise UserError(f"{path} is not a complete publication: {manifest.name} is missing or broken") from error
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise UserError(
+      f"{path} is not a complete publication: {manifest.name} is missing or broken; name a directory like "
+      f"runs/base/publications/000000"
+    ) from error
 
 
 def read_params(publication: Publication, abstract: Params | None = None, *, verify: bool = True) -> Params:
@@ -148,28 +179,40 @@ def read_params(publication: Publication, abstract: Params | None = None, *, ver
     verify: Compare every leaf with the checksum of the manifest.
 
   Raises:
-    UserError: If a leaf differs from its checksum.
+    UserError: If the weights cannot be read, or a leaf is missing or differs from its checksum.
   """
   path = pathlib.Path(publication.path) / "weights"
-  with ocp.Checkpointer(_handler()) as checkpointer:
-    if abstract is None:
-      metadata = checkpointer.metadata(path).item_metadata.tree
-      restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
-      params = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=restore_args))
-    else:
-      restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-      params = checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args))
+  try:
+    with ocp.Checkpointer(_handler()) as checkpointer:
+      if abstract is None:
+        metadata = checkpointer.metadata(path).item_metadata
+        if metadata is None:
+          raise ValueError("Orbax finds no tree in it")
+        restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
+        params = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=restore_args))
+      else:
+        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        params = checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args))
+  except (OSError, ValueError, KeyError) as error:
+    reason = str(error).split("\n", 1)[0][:200]
+    raise UserError(f"publication {publication.path} is damaged: {reason}; publish it again") from error
   if verify:
     checksums = json.loads((pathlib.Path(publication.path) / "manifest.json").read_text())["checksums"]
-    for name, leaf in _named_leaves(params):
-      if checksums.get(name) != _checksum(np.asarray(leaf)):
-        raise UserError(f"publication {publication.path} is damaged: {name} differs from its checksum; publish it again")
+    found = {name: _checksum(np.asarray(leaf)) for name, leaf in _named_leaves(params)}
+    for name in sorted(checksums.keys() | found.keys()):
+      if checksums.get(name) != found.get(name):
+        raise UserError(
+          f"publication {publication.path} is damaged: {name} differs from its checksum; publish it again"
+        )
   return params
 
 
 def check_fits(publication: Publication, policy: PolicyConfig) -> None:
   """Raises `UserError` naming the first option in which a publication's policy differs from `policy`."""
-  published = PolicyConfig.from_dict(publication.policy).architecture()
+  try:
+    published = PolicyConfig.from_dict(publication.policy).architecture()
+  except (TypeError, ValueError) as error:
+    raise UserError(f"the weights at {publication.path} are of another kind of policy: {error}") from error
   for name, value in policy.architecture().items():
     if published[name] != value:
       raise UserError(

@@ -108,7 +108,7 @@ class Run:
     algorithm = config.algorithm
     learner = Learner(
       policy,
-      setup.build_optimizer(config.optimizer),
+      setup.build_optimizer(config.optimizer, config.train.iterations * config.train.minibatches),
       policy_loss(algorithm.loss, **algorithm.loss_options.to_dict()),
       LearnerConfig(
         microbatch_rows=config.train.microbatch_rows,
@@ -366,8 +366,8 @@ class Run:
 
 
 def _check_prompts(problems: Sequence[Problem], dialect: Any, tokenizer: Any, config: ConfigDict) -> None:
-  longest = max(problems, key=lambda p: len(tokenizer.encode(dialect.render_prompt(p))))
-  length = len(tokenizer.encode(dialect.render_prompt(longest)))
+  longest = max(problems, key=lambda p: len(tokenizer.encode_prompt(dialect.render_prompt(p))))
+  length = len(tokenizer.encode_prompt(dialect.render_prompt(longest)))
   if length >= config.rollout.max_tokens:
     raise UserError(
       f"config.rollout.max_tokens={config.rollout.max_tokens} leaves nothing for the policy: the prompt of "

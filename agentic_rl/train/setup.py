@@ -18,7 +18,7 @@ from agentic_rl.data.arithmetic import problems as arithmetic_problems
 from agentic_rl.data.arithmetic import tokenizer as arithmetic_tokenizer
 from agentic_rl.episode import Problem, Publication
 from agentic_rl.errors import UserError
-from agentic_rl.parallel import MeshShape, make_mesh
+from agentic_rl.parallel import MeshShape, initialize_distributed, make_mesh
 from agentic_rl.policy import Policy, PolicyConfig
 from agentic_rl.rollout.native import NativeConfig, NativeEngine
 from agentic_rl.sandbox import InterpreterConfig, Limits
@@ -26,6 +26,16 @@ from agentic_rl.tokenizer import Tokenizer
 from agentic_rl.tools import FencedDialect
 from agentic_rl.train.optimizer import OptimizerConfig
 from agentic_rl.train.publication import check_fits, open_publication, read_params
+
+
+def start_backend(config: ConfigDict) -> None:
+  """Joins a multi-host run where there is one, and gives a CPU-only host `config.cpu_devices` simulated devices.
+
+  To be called before anything else touches a device. `XLA_FLAGS` and an accelerator take precedence.
+  """
+  initialize_distributed()
+  if config.cpu_devices > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    jax.config.update("jax_num_cpu_devices", config.cpu_devices)
 
 
 def build_tokenizer(config: ConfigDict) -> Tokenizer:
@@ -67,10 +77,12 @@ def build_mesh(config: ConfigDict) -> Mesh:
     raise UserError(f"config.mesh: {error}") from error
 
 
-def build_optimizer(section: ConfigDict) -> OptimizerConfig:
-  """The optimizer of a config section."""
+def build_optimizer(section: ConfigDict, steps: int) -> OptimizerConfig:
+  """The optimizer of a config section; a `total_steps` of 0 takes the `steps` of the run."""
+  options = section.to_dict()
+  options["total_steps"] = options.get("total_steps") or steps
   try:
-    return OptimizerConfig(**section.to_dict())
+    return OptimizerConfig(**options)
   except (TypeError, ValueError) as error:
     raise UserError(f"config.optimizer: {error}") from error
 
@@ -125,7 +137,7 @@ def build_engine(config: ConfigDict, policy: Policy, tokenizer: Tokenizer, mesh:
   if rollout.engine != "native":
     raise UserError(f"config.rollout.engine={rollout.engine!r} cannot be trained with yet; use native")
   native = NativeConfig(slots=rollout.slots, max_length=rollout.max_tokens, **_tuples(rollout.native.to_dict()))
-  return NativeEngine(policy, tokenizer, native, read=read_params, mesh=mesh if mesh.size > 1 else None)
+  return NativeEngine(policy, tokenizer, native, read=read_params, mesh=mesh if rollout.sharded and mesh.size > 1 else None)
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> Publication:
   corpus = build_corpus(config)
   learner = Learner(
     policy,
-    setup.build_optimizer(sft.optimizer),
+    setup.build_optimizer(sft.optimizer, sft.steps),
     supervised_loss,
     LearnerConfig(microbatch_rows=config.train.microbatch_rows, logprob_chunk=config.train.logprob_chunk),
     setup.build_mesh(config),
@@ -83,8 +83,8 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> Publication:
     stop_on_signals() as stop,
     Progress(sft.steps, initial=step or 0, label="sft") as progress,
   ):
+    tokens, since = 0, time.monotonic()
     for now in range(step or 0, sft.steps):
-      start = time.monotonic()
       batch = corpus_batch(
         corpus,
         tokenizer,
@@ -95,6 +95,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> Publication:
         row_multiple=config.train.microbatch_rows,
       )
       state, metrics = learner.update(state, batch, max_rows=sft.rows)
+      tokens += int((batch.segment_ids > 0).sum())
       saving = (now + 1) % sft.checkpoint_every == 0 or now + 1 == sft.steps or stop.signal is not None
       if saving or (now + 1) % 10 == 0:
         values = {
@@ -103,8 +104,10 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> Publication:
           "optimizer/grad_norm": float(metrics["grad_norm"]),
           "optimizer/learning_rate": float(metrics["learning_rate"]),
           "packing/padding_frac": batch.padding_fraction,
-          "throughput/update_tokens_per_s": int((batch.segment_ids > 0).sum()) / (time.monotonic() - start),
         }
+        # Reading the loss waited for the steps before, so all their time is counted.
+        values["throughput/update_tokens_per_s"] = tokens / (time.monotonic() - since)
+        tokens, since = 0, time.monotonic()
         writer.write(now + 1, values)
         progress.update(now + 1, values)
       if saving:
