@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-EASY = {"sum": 0.5, "table": 0.5}
+EASY = {"sum": 0.8, "table": 0.2}  # in proportion to how many there are
 HARD = {"product": 0.25, "mixed": 0.25, "loop": 0.25, "digits": 0.25}
 
 
@@ -38,8 +38,8 @@ def get_config() -> ConfigDict:
   config.tokenizer = ConfigDict(dict(kind="arithmetic", path=""))
 
   config.data = ConfigDict()
-  train = {name: 0.4 * w for name, w in EASY.items()} | {name: 0.6 * w for name, w in HARD.items()}
-  config.data.train = _arithmetic(count=4000, seed=1, families=train, held_out=False)
+  train = {name: 0.2 * w for name, w in EASY.items()} | {name: 0.8 * w for name, w in HARD.items()}
+  config.data.train = _arithmetic(count=1500, seed=1, families=train, held_out=False)
   config.data.evaluation = ConfigDict(
     dict(
       easy=_arithmetic(count=64, seed=2, families=EASY, held_out=False),
@@ -76,6 +76,9 @@ def get_config() -> ConfigDict:
       max_tokens=128,
       max_in_flight=1024,
       episode_timeout_s=0.0,  # no deadline
+      # A share of aborted episodes, or of those that called the tool, above which the run stops: what is aborted is not
+      # trained on, so a tool that fails would teach the policy not to call it.
+      max_aborted_frac=0.1,
       temperature=1.0,
       top_p=1.0,
       top_k=-1,
@@ -99,13 +102,14 @@ def get_config() -> ConfigDict:
       loss="clipped_policy_loss",
       loss_options=ConfigDict(dict(clip_low=0.2, clip_high=0.28)),
       aggregation="token_mean",
+      fixed_norm=0,  # tokens, for token_sum_fixed_norm; 0 is rollout.max_tokens
       filter_low=0.0,  # groups that are all wrong or all right are left out
       filter_high=1.0,
     )
   )
   config.optimizer = ConfigDict(
     dict(
-      learning_rate=5e-5,
+      learning_rate=6e-5,
       warmup_steps=5,
       schedule="constant",
       total_steps=0,

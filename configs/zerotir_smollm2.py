@@ -116,6 +116,9 @@ def get_config() -> ConfigDict:
       max_tokens=320,  # the prompt takes about 210
       max_in_flight=1024,
       episode_timeout_s=0.0,  # no deadline
+      # A share of aborted episodes, or of those that called the tool, above which the run stops: what is aborted is not
+      # trained on, so a tool that fails would teach the policy not to call it.
+      max_aborted_frac=0.1,
       temperature=0.7,  # at 1 so small a model rarely writes a whole program without a slip
       top_p=1.0,
       top_k=-1,
@@ -131,6 +134,7 @@ def get_config() -> ConfigDict:
       loss="clipped_policy_loss",
       loss_options=ConfigDict(dict(clip_low=0.2, clip_high=0.28)),
       aggregation="token_mean",
+      fixed_norm=0,  # of aggregation "token_sum_fixed_norm"; 0 takes rollout.max_tokens
       filter_low=0.0,  # groups that are all wrong or all right are left out
       filter_high=1.0,
     )

@@ -1,4 +1,4 @@
-r"""Evaluates a checkpoint on the held-out sets of a config: avg@k, pass@k, maj@k and tool statistics.
+r"""Evaluates a checkpoint on the evaluation sets of a config: avg@k, pass@k, maj@k and tool statistics.
 
 python launch/evaluate.py --config=configs/zerotir_nano.py --checkpoint=runs/study/seed_0/tool \
     --workdir=runs/evaluation --config.evaluation.samples=8

@@ -50,6 +50,8 @@ _WORDS = (
 )
 _CHARACTERS = "0123456789+-*=();:,.' \n}_" + "abcdefghijklmnopqrstuvwxyz" + "ENSTV"
 
+_STREAM = 0xA517  # keeps these random numbers apart from those of other uses of the same seed
+
 OPEN, CLOSE, OUTPUT = "```python\n", "\n```\n", "```output\n"
 
 
@@ -58,10 +60,15 @@ def tokenizer() -> PieceTokenizer:
   return PieceTokenizer([*_WORDS, *dict.fromkeys(_CHARACTERS), "?"], unknown="?")
 
 
+_LARGEST_EASY = 30
+"""Easy problems use numbers up to this one, which therefore none of the held-out problems may use."""
+
+
 def _split() -> tuple[np.ndarray, np.ndarray]:
-  """Large numbers 11..999 as (training, held-out), one in five held out, both with all last digits."""
+  """Numbers 11..999 as (training, held-out): one in five of those above `_LARGEST_EASY` is held out."""
   numbers = np.arange(11, 1000)
-  held = np.random.default_rng(20250507).permutation(len(numbers)) < len(numbers) // 5
+  drawn = np.random.default_rng(20250507).permutation(len(numbers)) < len(numbers) // 5
+  held = drawn & (numbers > _LARGEST_EASY)
   return numbers[~held], numbers[held]
 
 
@@ -119,38 +126,41 @@ def question(family: str, rng: np.random.Generator, *, held_out: bool) -> Questi
 
 
 def problems(count: int, seed: int, *, families: Mapping[str, float], held_out: bool) -> list[Problem]:
-  """`count` distinct problems, families drawn by weight.
+  """`count` distinct problems, in random order, each family with its share.
 
   Args:
     count: How many.
     seed: Seed; the same arguments give the same problems.
-    families: Weight of each family.
-    held_out: From the held-out operands, or from those of training.
+    families: Weight of each family; shares of `count` are exact up to rounding.
+    held_out: Whether hard problems use the held-out operands or those of training.
 
   Raises:
-    ValueError: If the families do not hold `count` distinct problems.
+    ValueError: If a family does not hold as many distinct problems as its share asks for.
   """
-  rng = np.random.default_rng([seed, int(held_out)])
-  names = list(families)
-  weights = np.array([families[n] for n in names], float)
+  rng = np.random.default_rng([_STREAM, seed, int(held_out)])
+  ends = np.round(np.cumsum([count * w / sum(families.values()) for w in families.values()])).astype(int)
   found: dict[str, Problem] = {}
-  for _ in range(200 * count + 1000):
-    if len(found) >= count:
-      break
-    q = question(str(rng.choice(names, p=weights / weights.sum())), rng, held_out=held_out)
-    uid = f"arithmetic/{q.family}/{q.text}"
-    found[uid] = Problem(
-      uid=uid,
-      source=f"arithmetic/{q.family}",
-      domain="math",
-      prompt=q.text,
-      answer=str(q.answer),
-      verifier="boxed",
-      metadata={"difficulty": "easy" if q.family in EASY else "hard"},
-    )
-  if len(found) < count:
-    raise ValueError(f"families {dict(families)} hold fewer than {count} distinct problems; ask for fewer")
-  return list(found.values())
+  for family, end in zip(families, ends, strict=True):
+    # Enough draws to meet the last of a few hundred problems, should the share be all of them.
+    for _ in range(200 * count + 10_000):
+      if len(found) == end:
+        break
+      q = question(family, rng, held_out=held_out)
+      uid = f"arithmetic/{q.family}/{q.text}"
+      found[uid] = Problem(
+        uid=uid,
+        source=f"arithmetic/{q.family}",
+        domain="math",
+        prompt=q.text,
+        answer=str(q.answer),
+        verifier="boxed",
+        metadata={"difficulty": "easy" if q.family in EASY else "hard"},
+      )
+    if len(found) < end:
+      raise ValueError(
+        f"family {family!r} holds fewer distinct problems than its share of {count} asks for; lower count or its weight"
+      )
+  return [list(found.values())[i] for i in rng.permutation(count)]
 
 
 @dataclasses.dataclass(frozen=True)

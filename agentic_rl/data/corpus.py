@@ -19,6 +19,8 @@ from agentic_rl.data.packing import Batch, pack_sequences
 from agentic_rl.errors import UserError
 from agentic_rl.tokenizer import Tokenizer
 
+_STREAM = 0xC09B  # keeps these random numbers apart from those of other uses of the same seed
+
 
 @dataclasses.dataclass(frozen=True)
 class ArithmeticCorpus:
@@ -62,7 +64,9 @@ class FileCorpus:
       try:
         row = json.loads(line)
         runs = row["runs"] if "runs" in row else [[row["text"], True]]
-        documents.append([(str(t), bool(learn)) for t, learn in runs])
+        if not all(isinstance(t, str) and isinstance(learn, bool) for t, learn in runs):
+          raise TypeError("a run is a text and true or false")
+        documents.append([(t, learn) for t, learn in runs])
       except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
           f'{path}, line {number}: a document is {{"runs": [["text", true], ...]}} or {{"text": "..."}}; {error}'
@@ -97,7 +101,7 @@ def corpus_batch(
   """
   if rows % row_multiple:
     raise UserError(f"{rows} rows of a supervised batch are not a multiple of the {row_multiple} rows of a micro-batch")
-  rng = np.random.default_rng([seed, step])
+  rng = np.random.default_rng([_STREAM, seed, step])
   token_ids: list[np.ndarray] = []
   masks: list[np.ndarray] = []
   budget = rows * length

@@ -125,6 +125,9 @@ def load_tfds(
   return _problems(rows, label, columns, defaults, metadata)
 
 
+_STREAM = 0x04DE  # keeps these random numbers apart from those of other uses of the same seed
+
+
 class ProblemOrder:
   """A shuffled order over epochs that any iteration can be asked for: nothing needs to be saved to resume.
 
@@ -194,7 +197,7 @@ class ProblemOrder:
     return order
 
   def _shuffled(self, epoch: int) -> np.ndarray:
-    return np.random.default_rng([self.seed, epoch]).permutation(len(self.problems))
+    return np.random.default_rng([_STREAM, self.seed, epoch]).permutation(len(self.problems))
 
 
 def fingerprint(problems: Iterable[Problem]) -> str:

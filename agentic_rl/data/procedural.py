@@ -18,6 +18,8 @@ import numpy as np
 from agentic_rl.episode import Problem
 from agentic_rl.errors import UserError
 
+_STREAM = 0x9C0D  # keeps these random numbers apart from those of other uses of the same seed
+
 GYM_TASKS = (
   "basic_arithmetic",
   "chain_sum",
@@ -105,7 +107,7 @@ def problems(count: int, seed: int, *, families: Mapping[str, float], held_out: 
     raise UserError(f"unknown problem family {unknown[0]!r}; known: {', '.join(FAMILIES)}")
   if not families or not all(w > 0 for w in families.values()):
     raise UserError(f"the weights of problem families must be positive, got {dict(families)}")
-  rng = np.random.default_rng([seed, int(held_out)])
+  rng = np.random.default_rng([_STREAM, seed, int(held_out)])
   weights = np.array(list(families.values()), float)
   draws = {name: _drawer(name) for name in families}
   found: dict[str, Problem] = {}

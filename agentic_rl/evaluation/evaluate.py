@@ -40,16 +40,6 @@ class Evaluation:
   episodes: Mapping[str, Sequence[Episode]]
   sets: Mapping[str, Mapping[str, float]]
 
-  @property
-  def metrics(self) -> dict[str, float]:
-    """All figures under `eval/<set>/<name>`."""
-    return {f"eval/{name}/{key}": value for name, figures in self.sets.items() for key, value in figures.items()}
-
-  @property
-  def aborted(self) -> int:
-    """Episodes that failed by no fault of the policy and entered no figure."""
-    return sum(e.status is EndStatus.ABORTED for episodes in self.episodes.values() for e in episodes)
-
   def table(self, markdown: bool = False) -> str:
     """A line a set, for a terminal or as Markdown."""
     rows: list[dict[str, Cell]] = []
@@ -114,7 +104,8 @@ def set_metrics(
   """Figures of one set.
 
   `accuracy` (avg@k), `pass_at_k` and `maj_at_k` are means over problems; the rest are means over responses, see
-  docs/metrics.md. Aborted episodes are left out; a problem that lost some is judged on those it has.
+  docs/metrics.md. Aborted episodes (there are `aborted`) are left out; a problem that lost some is judged on those it
+  has.
 
   Args:
     episodes: Scored episodes of the set.
@@ -138,6 +129,7 @@ def set_metrics(
     "pass_at_k": _mean(passed),
     "maj_at_k": _mean(majority),
     **{name: shared[metric] for name, metric in _SHARED.items()},
+    "aborted": len(episodes) - len(done),
   }
 
 

@@ -30,7 +30,7 @@ class MeshShape:
     shape = [self.data, self.fsdp, self.tensor]
     named = dict(zip(AXES, shape, strict=True))
     if shape.count(-1) > 1 or any(n < 1 and n != -1 for n in shape):
-      raise ValueError(f"mesh axes must be positive, one of them at most -1; got {named}")
+      raise ValueError(f"mesh axes must be positive, or -1 for at most one of them; got {named}")
     if -1 in shape:
       rest = math.prod(n for n in shape if n != -1)
       if devices % rest:

@@ -164,6 +164,7 @@ def rollout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     "rollout/response_length": _mean([e.length("policy") for e in done]),
     "rollout/tool_length": _mean([e.length("tool") for e in done]),
     "rollout/total_length": _mean([e.length("policy") + e.length("tool") for e in done]),
+    "policy/entropy": -_mean([x for e in done for s in e.segments for x in s.logprobs]),
     "tool/calls": float(len(ran)),
     "tool/error_frac": _share([call.status != "ok" for call in ran]),
     "tool/timeout_frac": _share([call.status in ("timeout", "cpu") for call in ran]),

@@ -245,7 +245,8 @@ class NativeEngine:
 
   def compile_count(self) -> int:
     """Programs compiled so far; bounded by `NativeConfig.compile_bound`."""
-    return int(self._prefill._cache_size() + self._decode._cache_size())
+    programs: tuple[Any, ...] = (self._prefill, self._decode)
+    return sum(int(program._cache_size()) for program in programs)
 
   # ---- weights ----
 
@@ -485,8 +486,6 @@ class NativeEngine:
       inputs["stop_set"][i] = self._stops.row(request.stop_set)
       truncated |= s.top_p < 1 or s.top_k > 0
       longest = max(longest, slot.cached + 1)
-    if batch == config.slots:
-      longest = max(longest, max(s.cached for s in self._slots) + 1)
     reach = min(longest + config.decode_steps, config.max_length)
     attend = next(a for a in config.lengths() if a >= reach)
     self._cache, tokens, logprobs = self._decode(
@@ -564,8 +563,8 @@ class NativeEngine:
       commands, self._commands, self._waiting = self._commands, [], []
       for slot in self._slots:
         slot.request = None
-    for waiting in (*requests, *commands):
-      waiting.done(error)
+    for done in [r.done for r in requests] + [c.done for c in commands]:
+      done(error)
 
 
 class _nothing:

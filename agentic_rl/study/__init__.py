@@ -1,1 +1,1 @@
-"""Scaling analysis, figures and the episode viewer: reads what runs have written, trains nothing itself."""
+"""The nano study, sweeps, and what reads their runs: statistics, figures, the episode viewer."""

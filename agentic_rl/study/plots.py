@@ -251,7 +251,7 @@ def plot_sweep(name: str, cells: Mapping[Any, Sequence[Metrics]], path: str | pa
     for metric, color, label in (("eval/hard/accuracy", BLUE, "hard"), ("eval/easy/accuracy", ORANGE, "easy")):
       lasts = [[scaling.evaluation_ends(column(run, metric)).last for run in cells[value]] for value in values]
       _points(final, lasts, color, label)
-    _finish(final, "a  Held-out accuracy at the end", "accuracy", share=True, x_label=name)
+    _finish(final, "a  Accuracy at the end", "accuracy", share=True, x_label=name)
     final.set_xticks(range(len(values)), [str(value) for value in values])
     final.margins(x=0.08)
     for i, value in enumerate(values):

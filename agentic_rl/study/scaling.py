@@ -15,7 +15,7 @@ FIRST_STEPS = 3
 LAST_STEPS = 5
 """Training steps averaged at its end."""
 LAST_EVALUATIONS = 3
-"""Evaluations averaged at the end of a held-out curve; at its start the first evaluation stands alone."""
+"""Evaluations averaged at the end of a curve of evaluations; at its start the first evaluation stands alone."""
 
 
 class Correlation(NamedTuple):
@@ -114,7 +114,7 @@ def training_ends(values: ArrayLike) -> Ends:
 
 
 def evaluation_ends(values: ArrayLike) -> Ends:
-  """Ends of a held-out curve: the first evaluation, the last `LAST_EVALUATIONS` evaluations."""
+  """Ends of a curve of evaluations: the first evaluation, the last `LAST_EVALUATIONS` evaluations."""
   return ends(values, 1, LAST_EVALUATIONS)
 
 

@@ -1,6 +1,6 @@
 """What a study found, in numbers: reads the runs under a root, writes `summary.json`, lays out a table.
 
-A study lies as `<root>/seed_<s>/tool/` and `<root>/seed_<s>/control/`, each a run directory with its `metrics.jsonl`.
+A study lies as `<root>/seed_<s>/base/`, `…/tool/` and `…/control/`, each a run directory with its `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,8 @@ from agentic_rl.train.metrics import FILE_NAME, read_metrics
 
 Metrics = Mapping[str, NDArray[np.float64]]
 
+PARTS = ("base", "tool", "control")
+"""Runs of a seed: the base model, and from it the run with the interpreter and the one without."""
 REWARD = "reward/mean"
 CODE = "rollout/code_proportion"
 _TRAINING = {
@@ -72,12 +74,13 @@ def column(metrics: Metrics, name: str) -> NDArray[np.float64]:
   return metrics.get(name, np.full(steps.shape, math.nan))
 
 
-def summarise(runs: Sequence[SeedRuns], seconds: float) -> dict[str, Any]:
+def summarise(runs: Sequence[SeedRuns], seconds: float, seconds_by_arm: Mapping[str, float]) -> dict[str, Any]:
   """The summary of a study.
 
   Args:
     runs: One entry a seed.
     seconds: Wall time of computing, all seeds and controls together.
+    seconds_by_arm: As `arm_seconds` returns it.
 
   Returns:
     JSON-serialisable. Each measure has `first` and `last` (means over the seeds of the windows in `windows`),
@@ -87,6 +90,7 @@ def summarise(runs: Sequence[SeedRuns], seconds: float) -> dict[str, Any]:
   summary: dict[str, Any] = {
     "seeds": [run.seed for run in runs],
     "seconds": round(seconds, 1),
+    "seconds_by_arm": {arm: round(value, 1) for arm, value in seconds_by_arm.items()},
     "steps": int(max((column(run.tool, "step").max(initial=0) for run in runs), default=0)),
   }
   for name, metric in _TRAINING.items():
@@ -157,25 +161,35 @@ def _plain(value: Any) -> Any:
   return value
 
 
-def computing_seconds(root: str | os.PathLike[str]) -> float:
-  """Wall time that all runs under `root` spent computing, by their own `time/…_s` metrics."""
-  total = 0.0
-  for path in pathlib.Path(root).rglob(FILE_NAME):
-    metrics = read_metrics(path.parent)
-    parts = [n for n in metrics if n.startswith("time/") and n not in ("time/iteration_s", "time/step_s")]
-    if parts:
-      total += sum(float(np.nansum(metrics[name])) for name in parts)
-    elif metrics["time"].size:
-      total += float(metrics["time"][-1] - metrics["time"][0])
-  return total
+def computing_seconds(directories: Iterable[str | os.PathLike[str]]) -> float:
+  """Wall time that the runs in these directories spent, start-up and compilation included, pauses between a kill and a
+  resumption excluded.
+  """
+  return sum(
+    float(np.nansum(metrics.get("time/iteration_s", np.zeros(0)))) for metrics in map(read_metrics, directories)
+  )
+
+
+def run_directories(root: str | os.PathLike[str], seeds: Iterable[int]) -> list[pathlib.Path]:
+  """The run directories of some seeds of a study: base model, tool run and control."""
+  runs = [pathlib.Path(root) / f"seed_{seed}" / part for seed in seeds for part in PARTS]
+  return [run for run in runs if (run / FILE_NAME).exists()]
+
+
+def arm_seconds(directories: Iterable[str | os.PathLike[str]]) -> dict[str, float]:
+  """Computing seconds of a base model, of a tool run and of a control: means over the seeds that have one, or NaN."""
+  seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+  for directory in map(pathlib.Path, directories):
+    seconds[directory.name].append(computing_seconds([directory]))
+  return {part: _nanmean(values) for part, values in seconds.items()}
 
 
 def write_summary(root: str | os.PathLike[str], summary: Mapping[str, Any]) -> pathlib.Path:
   """Writes `<root>/summary.json` atomically and returns its path."""
+  from agentic_rl.train.publication import write_text  # Imported here: Orbax takes seconds.
+
   path = pathlib.Path(root) / "summary.json"
-  partial = path.with_name(path.name + ".partial")
-  partial.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-  os.replace(partial, path)
+  write_text(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
   return path
 
 
@@ -233,7 +247,8 @@ def main(argv: Sequence[str]) -> int:
     return 2
   try:
     runs = load_study(argv[0])
-    summary = summarise(runs, computing_seconds(argv[0]))
+    directories = run_directories(argv[0], [run.seed for run in runs])
+    summary = summarise(runs, computing_seconds(directories), arm_seconds(directories))
     written = [write_summary(argv[0], summary), plot_study(runs, pathlib.Path(argv[0]) / "study.png")]
   except UserError as error:
     sys.stderr.write(f"error: {error}\n")

@@ -2,7 +2,8 @@
 
 A sweep lies as `<workdir>/base/<…>/` (supervised stages, shared by cells that agree in the fields they depend on) and
 `<workdir>/cells/<…>/` (RL runs). A base with a publication, and a cell with a `done.json`, is finished and skipped; any
-other is resumed by its trainer, so the same command goes on after a kill.
+other is resumed by its trainer, so the same command goes on after a kill. `launched.json` in each directory says what a
+run was started with; a sweep with other settings does not go on there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -28,12 +30,11 @@ import numpy as np
 from agentic_rl.errors import UserError
 from agentic_rl.evaluation.tables import Cell as TableCell
 from agentic_rl.evaluation.tables import text_table
-from agentic_rl.study import scaling
+from agentic_rl.study import scaling, settings
 from agentic_rl.study.plots import plot_sweep
 from agentic_rl.study.summary import CODE, Metrics, column
 from agentic_rl.train.metrics import FILE_NAME, read_metrics
 
-DONE = "done.json"
 LOG = "train.log"
 _GRACE_S = 60.0  # For a child that was told to end to finish its checkpoint.
 
@@ -117,6 +118,8 @@ class Runner:
     self.sweep, self.extra = sweep, tuple(extra)
     self.workdir, self.root = pathlib.Path(workdir).resolve(), pathlib.Path(root).resolve()
     self._failed_bases: set[pathlib.Path] = set()
+    if both := settings.split_overrides(self.extra).keys() & self.sweep.grid.keys():
+      raise UserError(f"{sorted(both)[0]} is a field of the sweep's grid and cannot be set for every run as well")
 
   def directory(self, cell: Cell) -> pathlib.Path:
     return self.workdir / "cells" / cell.name
@@ -125,13 +128,20 @@ class Runner:
     """Runs all cells, or the one with `index`; returns those that failed. Finished ones are skipped.
 
     Raises:
-      UserError: There is no cell of that index.
+      UserError: There is no cell of that index, or a cell or base was begun with other settings.
     """
     cells = self.sweep.cells()
     if index is not None:
       if not 0 <= index < len(cells):
         raise UserError(f"the sweep has cells 0 to {len(cells) - 1}, got index {index}; see --array of the job script")
       cells = [cells[index]]
+    for cell in cells:  # All of them first: an hour later is a bad time to learn of it.
+      directory = self.directory(cell)
+      # A run without a checkpoint has nothing that could be mixed up: its trainer begins anew.
+      if is_done(directory) or _has_files(directory / "checkpoints"):
+        settings.check(directory, self._settings(cell.overrides))
+      if self.sweep.train_base and not is_done(directory):
+        self._check_base(*self._base_of(cell))
     return [cell for place, cell in enumerate(cells, start=1) if not self._run_cell(cell, f"[{place}/{len(cells)}]")]
 
   def _run_cell(self, cell: Cell, place: str) -> bool:
@@ -147,25 +157,26 @@ class Runner:
         return False
       overrides["init_from"] = base
     _say(f"{place} {cell.name}: running, log in {directory / LOG}")
+    settings.note(directory, self._settings(cell.overrides))
     if not self._launch("train_rl.py", directory, overrides):
       return False
     if not is_done(directory):
-      _say(f"  FAILED: the trainer ended without {DONE} in {directory}")
+      _say(f"  FAILED: the trainer ended without {done_file(directory).name} in {directory}")
       return False
     return True
 
   def _base(self, cell: Cell) -> str | None:
     """The publication of a cell's base model, trained if need be; None if that failed."""
-    # Imported here: Orbax takes seconds, which `--list` and `--collect` need not wait for.
     from agentic_rl.train.publication import latest
 
-    overrides = {field: cell.overrides[field] for field in self.sweep.base_fields if field in cell.overrides}
-    directory = self.workdir / "base" / _name(overrides)
+    directory, overrides = self._base_of(cell)
     if directory in self._failed_bases:
       return None
     with _lock(directory.with_name(directory.name + ".lock")):  # Array tasks that share a base train it once.
+      self._check_base(directory, overrides)  # Again: another task may have begun it.
       publication = latest(directory / "publications")
       if publication is None:
+        settings.note(directory, self._settings(overrides))
         _say(f"base {directory.name}: running, log in {directory / LOG}")
         if self._launch("train_sft.py", directory, overrides):
           publication = latest(directory / "publications")
@@ -174,6 +185,18 @@ class Runner:
           self._failed_bases.add(directory)
           return None
     return publication.path
+
+  def _base_of(self, cell: Cell) -> tuple[pathlib.Path, dict[str, Any]]:
+    """Directory and overrides of the base model that a cell starts from."""
+    overrides = {field: cell.overrides[field] for field in self.sweep.base_fields if field in cell.overrides}
+    return self.workdir / "base" / _name(overrides), overrides
+
+  def _check_base(self, directory: pathlib.Path, overrides: Mapping[str, Any]) -> None:
+    if _has_files(directory / "checkpoints") or _has_files(directory / "publications"):
+      settings.check(directory, self._settings(overrides))
+
+  def _settings(self, overrides: Mapping[str, Any]) -> settings.Settings:
+    return settings.resolve(self.root / self.sweep.config, {**overrides, **settings.split_overrides(self.extra)})
 
   def _launch(self, script: str, directory: pathlib.Path, overrides: Mapping[str, Any]) -> bool:
     directory.mkdir(parents=True, exist_ok=True)
@@ -245,16 +268,27 @@ def _means(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float | N
 def is_done(directory: pathlib.Path) -> bool:
   """Whether the trainer has finished in this run directory."""
   try:
-    json.loads((directory / DONE).read_bytes())
+    json.loads(done_file(directory).read_bytes())
   except (FileNotFoundError, ValueError):
     return False
   return True
 
 
+def done_file(directory: pathlib.Path) -> pathlib.Path:
+  """What the trainer leaves in a run directory when it has finished."""
+  from agentic_rl.train.rl import DONE  # Imported here: it loads the whole trainer, for which `--list` need not wait.
+
+  return directory / DONE
+
+
 def _write_json(path: pathlib.Path, value: Any) -> None:
-  partial = path.with_name(path.name + ".partial")
-  partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-  os.replace(partial, path)
+  from agentic_rl.train.publication import write_text
+
+  write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def _has_files(directory: pathlib.Path) -> bool:
+  return directory.is_dir() and any(directory.iterdir())
 
 
 @contextmanager
@@ -267,26 +301,41 @@ def _lock(path: pathlib.Path) -> Iterator[None]:
 
 
 def _run_child(command: Sequence[str], output: int, cwd: pathlib.Path) -> int:
-  """Runs a process to its end; when this one is told to end, so is the child, and this one follows it."""
-  with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=cwd) as child:
-    received: list[int] = []
+  """Runs a process to its end; when this one is told to end, so is the child, and this one follows it.
 
-    def forward(number: int, frame: FrameType | None) -> None:
-      received.append(number)
+  The child has `_GRACE_S` from the first signal on to end by itself. It is in a session of its own: what a terminal
+  sends to all of its processes would reach it twice, and a trainer takes a second signal as "at once".
+  """
+  child: subprocess.Popen[bytes] | None = None
+  received: list[int] = []
+  deadline = math.inf
+
+  def forward(number: int, frame: FrameType | None) -> None:
+    nonlocal deadline
+    deadline = min(deadline, time.monotonic() + _GRACE_S)
+    received.append(number)
+    if child is not None:
       child.send_signal(signal.SIGTERM)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-      while True:
-        try:
-          code = child.wait(timeout=_GRACE_S if received else 1.0)
-          break
-        except subprocess.TimeoutExpired:
-          if received:
-            child.kill()
-    finally:
-      for number, handler in previous.items():
-        signal.signal(number, handler)
+  # What is ignored stays so (`nohup`, a job in the background of a script).
+  heard = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+  previous = {number: signal.signal(number, forward) for number in heard}
+  try:
+    child = subprocess.Popen(
+      command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=cwd, start_new_session=True
+    )
+    if received:  # while it was being started
+      child.send_signal(signal.SIGTERM)
+    while True:
+      try:
+        code = child.wait(timeout=1.0)
+        break
+      except subprocess.TimeoutExpired:
+        if time.monotonic() > deadline:
+          child.kill()
+  finally:
+    for number, handler in previous.items():
+      signal.signal(number, handler)
   if received:
     raise SystemExit(128 + received[0])
   return code

@@ -17,7 +17,15 @@ from ml_collections import ConfigDict
 
 from agentic_rl.errors import UserError
 from agentic_rl.study.plots import plot_study
-from agentic_rl.study.summary import computing_seconds, format_summary, load_study, summarise, write_summary
+from agentic_rl.study.summary import (
+  arm_seconds,
+  computing_seconds,
+  format_summary,
+  load_study,
+  run_directories,
+  summarise,
+  write_summary,
+)
 from agentic_rl.train import rl, sft
 
 ARMS = ("tool", "control")
@@ -53,7 +61,8 @@ def run_study(config: ConfigDict, root: str | os.PathLike[str], seeds: int) -> d
         options.dialect.budget_end = "free"
       rl.train(options, directory / arm)
   runs = [run for run in load_study(path) if config.seed <= run.seed < config.seed + seeds]
-  summary = summarise(runs, computing_seconds(path))
+  directories = run_directories(path, [run.seed for run in runs])
+  summary = summarise(runs, computing_seconds(directories), arm_seconds(directories))
   print(format_summary(summary))
   print(f"\nsummary:     {write_summary(path, summary)}")
   print(f"figure:      {plot_study(runs, path / 'study.png')}")

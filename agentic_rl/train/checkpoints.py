@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,12 +30,13 @@ class Checkpoints:
     keep: Newest checkpoints to keep.
     """
     self.directory = pathlib.Path(directory).absolute()
+    # Left by a writer that was killed. Orbax would clear it away in a thread that may outlive a run that is refused.
+    for half in self.directory.glob("*.orbax-checkpoint-tmp*"):
+      shutil.rmtree(half)
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
     self._manager = ocp.CheckpointManager(
       self.directory,
-      options=ocp.CheckpointManagerOptions(
-        max_to_keep=keep, create=True, enable_async_checkpointing=True, cleanup_tmp_directories=True
-      ),
+      options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True),
       item_handlers={"state": handler, "record": ocp.JsonCheckpointHandler()},
     )
 

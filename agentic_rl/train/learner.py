@@ -204,7 +204,7 @@ class Learner:
     b, t, d = hidden.shape
     # Token t is predicted by position t - 1 of its segment. Position 0 is never trained: it gets any value.
     previous = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
-    # The head is gathered along D once: otherwise the devices would sum logits at every chunk.
+    # The head is gathered along D here, once, as the embedding is: otherwise every chunk would gather it again.
     head = constrain(self.policy.unembedding(params), "vocab", None)
     chunked = functools.partial(token_logprobs, temperature=self.config.temperature, chunk=self.config.logprob_chunk)
     if self._parts == 1:
@@ -243,7 +243,7 @@ class Learner:
     metrics = {name: value / tokens for name, value in sums.items()}
     metrics |= {
       "loss": loss,
-      "grad_norm": optax.global_norm(grads),
+      "grad_norm": optax.tree.norm(grads),
       "learning_rate": jnp.asarray(self._rate(state.step), jnp.float32),
     }
     return LearnerState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics

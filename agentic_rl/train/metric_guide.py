@@ -95,9 +95,16 @@ METRICS: tuple[Metric, ...] = (
   Metric(
     "policy/entropy",
     "nats a token",
-    "Mean entropy of the policy over sampled tokens.",
+    "Entropy of the policy, estimated without bias from rollouts: minus the mean log-probability of sampled tokens.",
     "falls slowly, stays above 0.02",
     "collapses early: raise clip_high or lower the learning rate",
+  ),
+  Metric(
+    "policy/entropy_trained",
+    "nats a token",
+    "Exact entropy at the tokens that were trained: those of groups that passed the filter.",
+    "falls slowly",
+    "as policy/entropy",
   ),
   Metric(
     "policy/ratio_mean",
@@ -264,6 +271,13 @@ METRICS: tuple[Metric, ...] = (
     "Share of padding in the learner's rows.",
     "below 0.3",
     "higher: add a length bucket",
+  ),
+  Metric(
+    "time/iteration_s",
+    "s",
+    "Wall time since the line before; in the first line, since the start of the process. Their sum is what a run took.",
+    "steady",
+    "rises: see the parts below",
   ),
   Metric(
     "time/rollout_s",

@@ -207,6 +207,13 @@ def read_params(publication: Publication, abstract: Params | None = None, *, ver
   return params
 
 
+def holds(publication: Publication, params: Params) -> bool:
+  """Whether a publication was made from exactly these parameters, by its checksums."""
+  manifest = json.loads((pathlib.Path(publication.path) / "manifest.json").read_text())
+  checksums: dict[str, int] = manifest["checksums"]
+  return checksums == {name: _checksum(np.asarray(leaf)) for name, leaf in _named_leaves(params)}
+
+
 def check_fits(publication: Publication, policy: PolicyConfig) -> None:
   """Raises `UserError` naming the first option in which a publication's policy differs from `policy`."""
   try:

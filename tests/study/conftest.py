@@ -33,6 +33,7 @@ def write_run(workdir: pathlib.Path, seed: int, steps: int = 60, tool: bool = Tr
       "tool/error_frac": max(0.0, 0.28 - 0.26 * rise + noise[5]) if tool else None,
       "time/rollout_s": 1.5,
       "time/update_s": 0.5,
+      "time/iteration_s": 2.0,
     }
     if step % 5 == 0:
       row |= {

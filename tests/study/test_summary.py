@@ -35,7 +35,8 @@ def test_values_by_hand() -> None:
     ),
     summary.SeedRuns(7, run([3, 2, 1, 0], [0.2, 0.4, 0.6, 0.8], [0.3, nan, 0.4, 0.8]), {}),
   ]
-  result = summary.summarise(runs, 12.34)
+  result = summary.summarise(runs, 12.34, {"base": 1.26, "tool": 3.0, "control": math.nan})
+  assert result["seconds_by_arm"] == {"base": 1.3, "tool": 3.0, "control": None}
   assert result["seeds"] == [3, 7] and result["seconds"] == 12.3 and result["steps"] == 3
   code = result["code_proportion"]
   assert code["per_seed"]["3"]["first"] == pytest.approx(0.2) and code["per_seed"]["7"]["first"] == pytest.approx(0.4)
@@ -53,7 +54,7 @@ def test_values_by_hand() -> None:
 
 def test_peak_shows_a_seed_that_falls_back() -> None:
   runs = [summary.SeedRuns(0, run([0] * 7, [0] * 7, [0.1, 0.5, 0.9, 0.9, 0.9, 0.3, 0.3]), {})]
-  hard = summary.summarise(runs, 0)["accuracy_hard"]
+  hard = summary.summarise(runs, 0, {})["accuracy_hard"]
   assert hard["peak"] == pytest.approx(0.9) and hard["last"] == pytest.approx(0.5)
 
 
@@ -63,6 +64,7 @@ def test_a_study_on_disk_gives_the_promised_summary_table_and_figure(
   assert summary.main([str(study)]) == 0
   written = json.loads((study / "summary.json").read_text())
   assert written["seeds"] == [0, 1, 2] and written["seconds"] == pytest.approx(6 * 61 * 2.0)
+  assert written["seconds_by_arm"] == {"base": None, "tool": 61 * 2.0, "control": 61 * 2.0}
   for name in ("code_proportion", "response_length", "accuracy_easy"):
     assert {"first", "last"} <= set(written[name])
   assert {"first", "last", "control_last"} <= set(written["accuracy_hard"])
@@ -76,6 +78,61 @@ def test_a_study_on_disk_gives_the_promised_summary_table_and_figure(
   image = imread(study / "study.png")
   assert image.shape[0] > 900 and image.shape[1] > 1600
   assert len(np.unique(image[..., :3].reshape(-1, 3), axis=0)) > 100  # Drawn on, not blank.
+
+
+def timed(directory: pathlib.Path, *rows: dict[str, float]) -> None:
+  directory.mkdir(parents=True)
+  (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": i, **r}) + "\n" for i, r in enumerate(rows)))
+
+
+def test_computing_time_leaves_out_pauses_and_other_seeds(tmp_path: pathlib.Path) -> None:
+  # Killed after step 1 and begun again an hour later: the clock goes on, the time spent does not.
+  timed(
+    tmp_path / "seed_0" / "tool",
+    {"time": 1000.0, "time/iteration_s": 5.0},
+    {"time": 1003.0, "time/iteration_s": 3.0},
+    {"time": 4600.0, "time/iteration_s": 4.0},
+    {"time": 4601.0},  # A line without the metric.
+  )
+  timed(tmp_path / "seed_0" / "base", {"time": 900.0, "time/iteration_s": 20.0})
+  timed(tmp_path / "seed_1" / "base", {"time": 900.0, "time/iteration_s": 30.0})
+  timed(tmp_path / "seed_1" / "tool", {"time": 900.0, "time/iteration_s": 14.0})
+  timed(tmp_path / "seed_1" / "control", {"time": 900.0, "time/iteration_s": 7.0})
+  timed(tmp_path / "seed_2" / "tool", {"time": 900.0, "time/iteration_s": 1e6})
+  timed(tmp_path / "seed_1" / "other", {"time": 900.0, "time/iteration_s": 1e6})
+
+  found = summary.run_directories(tmp_path, [0, 1])
+  parts = [("seed_0", "base"), ("seed_0", "tool"), ("seed_1", "base"), ("seed_1", "tool"), ("seed_1", "control")]
+  assert found == [tmp_path / seed / part for seed, part in parts]  # What is missing is left out.
+  assert summary.computing_seconds(found) == 20 + 12 + 30 + 14 + 7
+  assert summary.computing_seconds([tmp_path / "seed_0" / "tool"]) == 12
+  assert summary.arm_seconds(found) == {"base": 25, "tool": 13, "control": 7}  # Of the seeds that have one.
+  assert math.isnan(summary.arm_seconds(found[:2])["control"])
+
+
+def test_a_run_that_never_wrote_times_counts_nothing(tmp_path: pathlib.Path) -> None:
+  timed(tmp_path / "seed_0" / "tool", {"time": 1.0}, {"time": 9.0})
+  assert summary.computing_seconds([tmp_path / "seed_0" / "tool"]) == 0
+
+
+def test_the_control_is_drawn_in_the_entropy_panel(study: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  drawn = []
+  curves = plots._curves
+
+  def spy(axes, runs, name, color, label, **options) -> None:
+    before = len(axes.get_lines())
+    curves(axes, runs, name, color, label, **options)
+    drawn.extend((name, label, line) for line in axes.get_lines()[before:] if line.get_label() == label)
+
+  monkeypatch.setattr(plots, "_curves", spy)
+  runs = summary.load_study(study)
+  plots.plot_study(runs, study / "study.png")
+  entropy = {label: line for name, label, line in drawn if name == "policy/entropy"}
+  assert set(entropy) == {"interpreter", "control"}
+  steps, values = entropy["control"].get_data()
+  assert list(steps) == list(range(61))
+  first, last = (np.mean([r.control["policy/entropy"][i] for r in runs]) for i in (0, -1))
+  assert values[0] == pytest.approx(first) and values[-1] == pytest.approx(last)
 
 
 def test_figure_of_one_seed_without_control_or_evaluation(tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_publication import small_disk  # noqa: F401
 
-from agentic_rl.data.packing import pack_sequences
 from agentic_rl.errors import UserError
 from agentic_rl.parallel import MeshShape, make_mesh
 from agentic_rl.policy import Policy, PolicyConfig
@@ -24,18 +23,10 @@ CONFIG = PolicyConfig(vocab_size=32, width=16, layers=2, heads=4, kv_heads=2, he
 RECORD = {"policy": CONFIG.to_dict(), "data": "0123", "tokenizer": "4567", "seed": 3}
 
 
+@functools.cache
 def learner(*shape: int) -> Learner:
   mesh = make_mesh(MeshShape(*shape), jax.devices()[: int(np.prod(shape))])
   return Learner(Policy(CONFIG), OptimizerConfig(1e-2), supervised_loss, LearnerConfig(4), mesh)
-
-
-def trained(with_learner: Learner) -> LearnerState:
-  """A state in which nothing is zero any more: moments and counters as well."""
-  rng = np.random.default_rng(0)
-  rows = [rng.integers(0, 32, 12).astype(np.int32) for _ in range(4)]
-  batch = pack_sequences(rows, [np.arange(12) > 0] * 4, length_buckets=(12,), row_multiple=4)
-  state, _ = with_learner.update(with_learner.init(jax.random.key(1)), batch)
-  return state
 
 
 def leaves(state: Any) -> list[np.ndarray]:
@@ -43,11 +34,21 @@ def leaves(state: Any) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checkpoints, list[np.ndarray]]]:
-  directory = tmp_path_factory.mktemp("checkpoints")
-  state = trained(learner(1, 4, 2))
-  checkpoints = Checkpoints(directory)
-  checkpoints.save(5, state, RECORD)
+def state() -> LearnerState:
+  """A state on one device in which no two numbers are alike; nothing is computed for it."""
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: jax.device_put((1000 * rng.random(x.shape)).astype(x.dtype), x.sharding),
+    learner(1, 1, 1).abstract_state(),
+  )
+
+
+@pytest.fixture(scope="module")
+def saved(
+  state: LearnerState, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Checkpoints, list[np.ndarray]]]:
+  checkpoints = Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+  checkpoints.save(5, jax.device_put(state, learner(1, 4, 2).state_shardings), RECORD)
   checkpoints.wait()
   yield checkpoints, leaves(state)
   checkpoints.close()
@@ -60,7 +61,7 @@ def test_it_is_restored_bit_for_bit_onto_any_mesh(
   checkpoints, before = saved
   other = learner(*shape)
   state = checkpoints.restore(5, other.abstract_state())
-  assert isinstance(state, LearnerState) and int(state.step) == 1
+  assert isinstance(state, LearnerState)
   after = leaves(state)
   assert [x.dtype for x in after] == [x.dtype for x in before]
   assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
@@ -70,23 +71,13 @@ def test_it_is_restored_bit_for_bit_onto_any_mesh(
   )
 
 
-def test_a_restored_state_can_be_trained_on(saved: tuple[Checkpoints, list[np.ndarray]]) -> None:
-  one = learner(1, 1, 1)
-  state = saved[0].restore(5, one.abstract_state())
-  rows = [np.arange(12, dtype=np.int32)] * 4
-  batch = pack_sequences(rows, [np.arange(12) > 0] * 4, length_buckets=(12,), row_multiple=4)
-  state, metrics = one.update(state, batch)
-  assert int(state.step) == 2 and np.isfinite(float(metrics["loss"]))
-
-
 def test_the_record_comes_back(saved: tuple[Checkpoints, list[np.ndarray]]) -> None:
   record = saved[0].record(5)
   assert record == RECORD
   check_record(record, RECORD, "here")
 
 
-def test_the_newest_are_kept_and_found(tmp_path: pathlib.Path) -> None:
-  state = learner(1, 1, 1).init(jax.random.key(0))
+def test_the_newest_are_kept_and_found(state: LearnerState, tmp_path: pathlib.Path) -> None:
   checkpoints = Checkpoints(tmp_path, keep=2)
   assert checkpoints.latest_step() is None
   for step in (1, 2, 10):
@@ -98,8 +89,7 @@ def test_the_newest_are_kept_and_found(tmp_path: pathlib.Path) -> None:
   again.close()
 
 
-def test_what_a_killed_writer_left_is_cleared_away(tmp_path: pathlib.Path) -> None:
-  state = learner(1, 1, 1).init(jax.random.key(0))
+def test_what_a_killed_writer_left_is_cleared_away(state: LearnerState, tmp_path: pathlib.Path) -> None:
   checkpoints = Checkpoints(tmp_path)
   checkpoints.save(1, state, {})
   checkpoints.close()
@@ -113,9 +103,10 @@ def test_what_a_killed_writer_left_is_cleared_away(tmp_path: pathlib.Path) -> No
   assert Checkpoints(tmp_path).latest_step() == 2
 
 
-def test_a_full_disk_is_a_user_error_and_the_checkpoint_before_is_whole(small_disk: pathlib.Path) -> None:  # noqa: F811
+def test_a_full_disk_is_a_user_error_and_the_checkpoint_before_is_whole(
+  state: LearnerState, small_disk: pathlib.Path
+) -> None:
   one = learner(1, 1, 1)
-  state = one.init(jax.random.key(0))
   checkpoints = Checkpoints(small_disk, keep=100)
   with pytest.raises(UserError, match="is full: the checkpoint could not be written") as caught:
     for step in range(1, 30):

@@ -67,7 +67,6 @@ def test_a_good_config_passes() -> None:
     ("rollout.engine", "navite", "did you mean 'native'?"),
     ("dialect.name", "fence", "did you mean 'fenced'?"),
     ("dialect.budget_end", "stopp", "did you mean 'stop'?"),
-    ("train.minibatches", 5, "minibatches=5 does not divide the 24 episodes of an iteration"),
     ("train.length_buckets", (16, 32), "max_tokens=64 is above the largest of config.train.length_buckets"),
     ("train.length_buckets", (64, 32), "length_buckets must rise"),
     ("train.length_buckets", (), "must be a tuple of whole numbers"),
