@@ -22,7 +22,7 @@ REFUSED = "refused"
 INFRA_ERROR = "infra_error"
 """Status of a call that failed by no fault of the policy."""
 NOT_EXECUTED = frozenset({OVER_BUDGET, MALFORMED, REFUSED, INFRA_ERROR})
-"""Statuses of calls whose code never ran to an end of its own making."""
+"""Statuses of calls whose code did not run."""
 
 
 @dataclasses.dataclass(frozen=True)

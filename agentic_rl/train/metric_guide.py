@@ -321,11 +321,11 @@ METRICS: tuple[Metric, ...] = (
     "steady",
     "falls: padding or compilation",
   ),
-  # Evaluation on held-out sets.
+  # Evaluation sets.
   Metric(
     "eval/<set>/accuracy",
     _SHARE,
-    "Accuracy on a held-out set: mean over samples, then over problems (avg@k).",
+    "Accuracy on an evaluation set: mean over samples, then over problems (avg@k).",
     "rises with the reward",
     "falls while the reward rises: overfitting or a leak in the reward",
   ),

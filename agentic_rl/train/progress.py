@@ -66,13 +66,6 @@ class Progress:
       left = f"{_duration(now - self._start)} gone, {_duration(rate * (self._total - done))} left"
       self._print(f"{self._label} {done}/{self._total}  {text}  {left}")
 
-  def note(self, text: str) -> None:
-    """Prints a line without breaking the bar."""
-    if self._bar is not None:
-      tqdm.write(text, file=self._stream)
-    else:
-      self._print(text)
-
   def close(self) -> None:
     """Leaves the bar as it stands."""
     if self._bar is not None:

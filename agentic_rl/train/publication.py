@@ -50,6 +50,12 @@ def _checksum(array: np.ndarray) -> int:
   return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
 
 
+def weights_fingerprint(publication: Publication) -> str:
+  """Hash of a publication's values: equal for equal weights, whatever their version and place."""
+  manifest = json.loads((pathlib.Path(publication.path) / "manifest.json").read_text())
+  return hashlib.sha256(json.dumps(manifest["checksums"], sort_keys=True).encode()).hexdigest()[:16]
+
+
 class Publisher:
   """Writes publications under a directory and keeps the newest few."""
 

@@ -37,7 +37,7 @@ from agentic_rl.train.config_check import check_config
 from agentic_rl.train.learner import Learner, LearnerState, policy_loss
 from agentic_rl.train.metrics import MetricWriter, read_metrics
 from agentic_rl.train.progress import Progress
-from agentic_rl.train.publication import Publisher, read_params, write_text
+from agentic_rl.train.publication import Publisher, read_params, weights_fingerprint, write_text
 from agentic_rl.train.signals import stop_on_signals
 
 log = logging.getLogger(__name__)
@@ -136,10 +136,15 @@ class Run:
       "policy": policy.config.to_dict(),
       "data": order.fingerprint,
       "tokenizer": tokenizer.fingerprint,
-      # With these the order of the problems is a function of the iteration.
-      "seed": config.seed,
-      "rollout.problems": config.rollout.problems,
+      "config.seed": config.seed,
+      **{
+        f"config.rollout.{name}": config.rollout[name] for name in ("problems", "samples", "temperature", "max_tokens")
+      },
+      **_flat(config, ("dialect", "algorithm", "optimizer")),
     }
+    # The base model may be gone by the time that a run goes on; where it is there, it must be the same.
+    if config.init_from and os.path.exists(config.init_from):
+      record["base weights"] = weights_fingerprint(setup.initial_publication(config, policy, tokenizer))
     checkpoints = Checkpoints(path / "checkpoints")
     stack.callback(checkpoints.close)
     step = checkpoints.latest_step()
@@ -374,7 +379,7 @@ class Run:
     )
 
   async def evaluate(self, step: int) -> dict[str, float]:
-    """Metrics of every held-out set, each `config.evaluation.every` iterations and at the end."""
+    """Metrics of every evaluation set, each `config.evaluation.every` iterations and at the end."""
     evaluation = self.config.evaluation
     if not self.evaluation_sets or not evaluation.every:
       return {}
@@ -422,6 +427,18 @@ class Run:
     self.last_metrics = {**metrics, **evaluated, "time/iteration_s": now - self.reported}
     self.reported = now
     self.writer.write(step, self.last_metrics)
+
+
+def _flat(config: ConfigDict, sections: Sequence[str], prefix: str = "config") -> dict[str, Any]:
+  """Every field of some sections, by its path."""
+  fields: dict[str, Any] = {}
+  for section in sections:
+    value, path = config[section], f"{prefix}.{section}"
+    if isinstance(value, ConfigDict):
+      fields |= _flat(value, tuple(value), path)
+    else:
+      fields[path] = list(value) if isinstance(value, tuple) else value
+  return fields
 
 
 def _check_prompts(problems: Sequence[Problem], dialect: Any, tokenizer: Any, config: ConfigDict) -> None:

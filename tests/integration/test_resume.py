@@ -110,9 +110,9 @@ def test_a_finished_run_is_left_as_it_is(
 @pytest.mark.parametrize(
   ("option", "message"),
   [
-    ("--config.seed=1", "was written with seed 0, now it is 1"),
+    ("--config.seed=1", "was written with config.seed 0, now it is 1"),
     ("--config.policy.layers=3", "was written with policy.layers=2, the config says 3"),
-    ("--config.rollout.problems=2", "was written with rollout.problems 4, now it is 2"),
+    ("--config.rollout.problems=2", "was written with config.rollout.problems 4, now it is 2"),
     ("--config.data.train.options.path={changed}", "was written with data '"),
   ],
 )

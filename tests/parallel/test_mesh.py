@@ -23,7 +23,7 @@ def test_one_axis_takes_the_devices_that_are_left(shape: MeshShape, want: tuple[
 @pytest.mark.parametrize(
   ("shape", "words"),
   [
-    (MeshShape(data=-1, fsdp=-1), "at most -1"),
+    (MeshShape(data=-1, fsdp=-1), "at most one of them"),
     (MeshShape(data=0), "must be positive"),
     (MeshShape(tensor=-2), "must be positive"),
     (MeshShape(data=3), "'data': 3.*does not divide 8 devices"),

@@ -209,11 +209,10 @@ def test_progress_without_a_terminal_is_a_plain_line_now_and_then() -> None:
       progress.update(
         done, {"reward/mean": 0.5, "rollout/code_proportion": 0.25, "throughput/rollout_tokens_per_s": 1234.0}
       )
-    progress.note("checkpoint written")
   lines = stream.getvalue().splitlines()
   assert lines[0] == "train 21/100  reward 0.50, code 25%, tok/s 1,234  0:01 gone, 1:19 left"
-  assert len(lines) == 1 + 15 + 1 + 1  # First, every fifth second, the last, the note.
-  assert lines[-2].startswith("train 100/100") and lines[-1] == "checkpoint written"
+  assert len(lines) == 1 + 15 + 1  # First, every fifth second, the last.
+  assert lines[-1].startswith("train 100/100")
   assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
 
 

@@ -29,6 +29,7 @@ from agentic_rl.episode import (
   Segment,
   ToolCall,
 )
+from agentic_rl.parallel import MeshShape, make_mesh
 from agentic_rl.policy import Policy, PolicyConfig
 from agentic_rl.rollout.dump import read_episodes
 from agentic_rl.rollout.engine import Sampling
@@ -185,6 +186,9 @@ def test_a_tool_that_always_fails_stops_the_run_before_anything_is_learned(
 
     async def close(self) -> None: ...
 
+  async def publishes_nothing(_: rl.Run) -> dict[str, float]:
+    return {}
+
   class BrokenTool:
     def __init__(self, _: Any): ...
 
@@ -195,9 +199,9 @@ def test_a_tool_that_always_fails_stops_the_run_before_anything_is_learned(
   monkeypatch.setattr(rl, "Interpreter", NoInterpreter)
   monkeypatch.setattr(rl, "InterpreterTool", BrokenTool)
   monkeypatch.setattr(rl.setup, "build_engine", lambda *_: ScriptedEngine())
+  monkeypatch.setattr(rl.Run, "publish", publishes_nothing)
   with config.unlocked():
     config.evaluation.every = 0
-    config.publication.max_logprob_diff = 1e9  # the engine makes its numbers up
     config.rollout.update(samples=16, max_aborted_frac=0.2)
   with pytest.raises(
     RuntimeError, match=r"4 of 4 episodes that called the tool were aborted.*4 because the tool failed"
@@ -295,7 +299,10 @@ def test_an_update_that_is_not_finite_ends_the_run(config: ConfigDict) -> None:
 # ---- publication and alarm ----
 
 
-def test_the_alarm_rings_when_the_engine_serves_other_weights(config: ConfigDict, workdir: pathlib.Path) -> None:
+def test_the_alarm_rings_when_the_engine_serves_other_weights(
+  config: ConfigDict, workdir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(rl.setup, "build_mesh", lambda _: make_mesh(MeshShape(), jax.devices()[:1]))
   with config.unlocked():
     config.dialect.update(call_budget=0, budget_end="free")  # no interpreter is started
 
