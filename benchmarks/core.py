@@ -56,6 +56,7 @@ MODELS = {
   ),
 }
 ROWS, MICRO_ROWS, LENGTH = {"nano": 32, "20m": 8}, {"nano": 8, "20m": 4}, {"nano": 128, "20m": 256}
+DEVICES = {"nano": 2, "20m": 1}  # of the learner, simulated on the CPU; the study uses two
 SLOTS, PROMPT, NEW = {"nano": 192, "20m": 32}, 16, {"nano": 48, "20m": 48}
 
 
@@ -89,7 +90,8 @@ def measure_learner(name: str) -> dict[str, float]:
   policy = Policy(MODELS[name])
   config = LearnerConfig(microbatch_rows=MICRO_ROWS[name])
   loss = policy_loss(clip_low=0.2, clip_high=0.28)
-  learner = Learner(policy, OptimizerConfig(), loss, config, make_mesh(MeshShape()))
+  mesh = make_mesh(MeshShape(data=-1, fsdp=1), jax.devices()[: DEVICES[name]])
+  learner = Learner(policy, OptimizerConfig(), loss, config, mesh)
   rng = np.random.default_rng(0)
   rows, length = ROWS[name], LENGTH[name]
   documents = [rng.integers(2, policy.config.vocab_size, length // 4) for _ in range(4 * rows)]
@@ -185,6 +187,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
   arguments = parser.parse_args()
+  jax.config.update("jax_num_cpu_devices", max(DEVICES.values()))
   figures: dict[str, object] = {"matmul_gflops": matmul_peak() / 1e9}
   print(f"matrix product: {figures['matmul_gflops']:.0f} GFLOP/s\n")
   print(f"{'':22}{'tokens/s':>12}{'share of peak':>16}")

@@ -76,13 +76,15 @@ async def _train(config: ConfigDict, workdir: str | os.PathLike[str]) -> dict[st
     with Progress(config.train.iterations, initial=run.step, label=run.workdir.name) as progress:
       if run.step == 0:
         run.report(0, {}, await run.evaluate(0))
-      while run.step < config.train.iterations:
-        stop.raise_if_set()
-        metrics = await run.iteration()
-        progress.update(run.step, metrics)
-        if run.step % config.train.checkpoint_every == 0 or run.step == config.train.iterations or stop.signal:
+      stopping = stop.signal is not None
+      while run.step < config.train.iterations and not stopping:
+        progress.update(run.step, await run.iteration())
+        stopping = stop.signal is not None  # asked once: a signal after this ends the run after the next iteration
+        if run.step % config.train.checkpoint_every == 0 or run.step == config.train.iterations or stopping:
           run.save()
     run.checkpoints.wait()
+    if stopping and run.step < config.train.iterations:
+      stop.raise_if_set()
     metrics = run.finish()
     stop.raise_if_set()
     return metrics

@@ -123,7 +123,8 @@ def _steps(
       )
       state, metrics = learner.update(state, batch, max_rows=sft.rows)
       tokens += int((batch.segment_ids > 0).sum())
-      saving = (now + 1) % sft.checkpoint_every == 0 or now + 1 == sft.steps or stop.signal is not None
+      stopping = stop.signal is not None  # asked once: a signal after this ends the run after the next step, saved
+      saving = (now + 1) % sft.checkpoint_every == 0 or now + 1 == sft.steps or stopping
       if saving or (now + 1) % 10 == 0:
         values = {
           "loss/supervised": float(metrics["loss"]),
@@ -141,7 +142,7 @@ def _steps(
         progress.update(now + 1, values)
       if saving:
         checkpoints.save(now + 1, state, record)
-      if stop.signal is not None:
+      if stopping:
         checkpoints.wait()
         stop.raise_if_set()
   return state

@@ -108,10 +108,13 @@ def test_a_finished_run_is_left_as_it_is(
 
 
 @pytest.mark.parametrize(
-  ("option", "message"),
+  ("options", "message"),
   [
     ("--config.seed=1", "was written with config.seed 0, now it is 1"),
-    ("--config.policy.layers=3", "was written with policy.layers=2, the config says 3"),
+    # Without the base model, whose shape would be refused first.
+    ("--config.policy.layers=3 --config.init_from=gone", "was written with policy.layers=2, the config says 3"),
+    ("--config.optimizer.learning_rate=0.5", "was written with config.optimizer.learning_rate 0.001, now it is 0.5"),
+    ("--config.init_from={whole}/publications/000010", "was written with base weights '"),
     ("--config.rollout.problems=2", "was written with config.rollout.problems 4, now it is 2"),
     ("--config.data.train.options.path={changed}", "was written with data '"),
   ],
@@ -122,12 +125,14 @@ def test_a_run_does_not_go_on_under_other_terms(
   base: pathlib.Path,
   whole: pathlib.Path,
   tmp_path: pathlib.Path,
-  option: str,
+  options: str,
   message: str,
 ) -> None:
   before = {name: (whole / name).read_bytes() for name in ("config.json", "metrics.jsonl", "done.json")}
   changed = write_lines(tmp_path / "changed.jsonl", [*PROBLEMS[:-1], PROBLEMS[-1] | {"answer": "7"}])
-  ended = launcher.run("train_rl.py", *command(recipe, base, whole), option.format(changed=changed))
+  ended = launcher.run(
+    "train_rl.py", *command(recipe, base, whole), *options.format(changed=changed, whole=whole).split()
+  )
   assert ended.code == 2 and len(ended.lines) == 1, ended.output
   assert message in ended.output and str(whole) in ended.output and "--workdir" in ended.output
   assert {name: (whole / name).read_bytes() for name in before} == before
@@ -148,6 +153,8 @@ def test_the_supervised_stage_goes_on_where_it_was_stopped(
   assert ended.code == 128 + signal.SIGTERM and ended.left == 0, ended.output
   assert ended.lines[-1] == "stopped by SIGTERM; the same command goes on from here"
   assert latest(tmp_path / "publications") is None
+  # Wherever in a step the signal came, the step that was reported last is saved.
+  assert [int(p.name) for p in (tmp_path / "checkpoints").iterdir()] == [lines(metrics)[-1]["step"]]
   ended = launcher.run("train_sft.py", *arguments)
   assert ended.code == 0, ended.output
   assert checksums(tmp_path) == checksums(base)

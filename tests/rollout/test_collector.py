@@ -224,6 +224,7 @@ def test_metrics_by_hand():
       "rollout/response_length": (3 + 1 + 2 + 1 + 1 + 4) / 6,
       "rollout/tool_length": 3 / 6,
       "rollout/total_length": (6 + 1 + 2 + 1 + 1 + 4) / 6,
+      "policy/entropy": 0.5,
       "tool/calls": 3,
       "tool/error_frac": 2 / 3,
       "tool/timeout_frac": 1 / 3,
