@@ -4,8 +4,8 @@
     make study SEEDS=5              the README's figure
 
 A decoder of 0.6 M parameters is pre-trained on mixed text (`train_sft`), then trained by GRPO on outcome reward alone
-(`train_rl`); the control starts from the same base model, with the same seeds, learning rate and number of episodes, and
-has no interpreter (`--config.dialect.call_budget=0`).
+(`train_rl`); the control starts from the same base model, with the same seeds, learning rate and number of episodes,
+and has no interpreter (`--config.dialect.call_budget=0`).
 
 Two CPU cores: five minutes a seed with its control. Expected (five seeds): code use 0.09 -> 0.96, accuracy on held-out
 hard problems 0.06 -> 0.90 (control 0.04), response length 8.4 -> 23 tokens, Spearman of reward and code use 0.98.

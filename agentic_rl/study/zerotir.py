@@ -2,7 +2,7 @@
 
 <root>/seed_<s>/base/      pre-training on mixed text
 <root>/seed_<s>/tool/      reinforcement learning with the interpreter
-<root>/seed_<s>/control/   the same from the same base model, seed and learning rate, as many episodes, without it (ZeroRL)
+<root>/seed_<s>/control/   the same, as many episodes from the same base model and seed, without it (ZeroRL)
 <root>/summary.json, <root>/study.png
 """
 

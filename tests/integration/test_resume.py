@@ -189,3 +189,15 @@ def test_the_supervised_stage_does_not_go_on_with_another_corpus(
   other = write_lines(tmp_path / "corpus.jsonl", DOCUMENTS[:-1])
   ended = launcher.run("train_sft.py", f"--config={recipe}", f"--workdir={base}", f"--config.sft.corpus={other}")
   assert ended.code == 2 and len(ended.lines) == 1 and "was written with corpus '" in ended.output, ended.output
+
+
+# ---- a fault of the program ----
+
+
+def test_a_run_that_fails_ends_at_once_and_leaves_no_process(
+  launcher: Launcher, recipe: pathlib.Path, base: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+  # The engine is there and the interpreter has been started when the first publication is compared.
+  ended = launcher.run("train_rl.py", *command(recipe, base, tmp_path), "--config.publication.max_logprob_diff=1e-12")
+  assert ended.code == 1 and ended.left == 0 and ended.seconds < 60, ended.output
+  assert ended.lines[-1].startswith("RuntimeError: engine and learner disagree after version 0")

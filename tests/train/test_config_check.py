@@ -71,7 +71,7 @@ def test_a_good_config_passes() -> None:
     ("train.length_buckets", (64, 32), "length_buckets must rise"),
     ("train.length_buckets", (), "must be a tuple of whole numbers"),
     ("optimizer.learning_rate", "1e-4", "optimizer.learning_rate must be a number at least 0, got '1e-4'"),
-    ("optimizer.b1", 1.5, "optimizer.b1 must be a number at least 0 and at most 1, got 1.5"),
+    ("optimizer.b1", 1.5, "optimizer.b1 must be a number at least 0 and at most 0.99999, got 1.5"),
     ("optimizer.clip_norm", 0.0, "optimizer.clip_norm must be a number above 0, got 0.0"),
     ("train.iterations", True, "train.iterations must be a whole number at least 1, got True"),
     ("train.iterations", 10.0, "train.iterations must be a whole number at least 1, got 10.0"),
@@ -84,14 +84,12 @@ def test_contradictions_are_refused_with_the_field_and_what_to_do(path: str, val
   assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
-def test_group_of_one_needs_an_advantage_without_groups(advantage: str) -> None:
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_baseline"])
+def test_a_group_of_one_is_refused(advantage: str) -> None:
   config = changed("rollout.samples", 1)
   config.algorithm.advantage = advantage
   with pytest.raises(UserError, match="a group of one"):
     check_config(config)
-  config.algorithm.advantage = "reinforce_baseline"
-  check_config(config)
 
 
 def test_the_sequence_budget_must_leave_room_for_a_response() -> None:
@@ -214,7 +212,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(tmp_path: pathlib.Path) -> N
 
 def test_a_stopped_run_says_how_to_go_on(tmp_path: pathlib.Path) -> None:
   code, _, err = launch(tmp_path, "--workdir=stop")
-  assert code == 130 and err == "stopped by SIGTERM; the same command goes on from here\n"
+  assert code == 143 and err == "stopped by SIGTERM; the same command goes on from here\n"
 
 
 def test_the_log_is_the_project_s_own_unless_asked_for_more(tmp_path: pathlib.Path) -> None:
