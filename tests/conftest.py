@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 
 SIMULATED_DEVICES = 8
 
@@ -19,6 +20,16 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import pytest  # noqa: E402
+
+# A run in the background of a script, or under `nohup`, starts with these ignored, and so would all its children: the
+# tests that stop processes would wait for what never comes.
+for _number, _handler in (
+  (signal.SIGINT, signal.default_int_handler),
+  (signal.SIGHUP, signal.SIG_DFL),
+  (signal.SIGTERM, signal.SIG_DFL),
+):
+  if signal.getsignal(_number) is signal.SIG_IGN:
+    signal.signal(_number, _handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
