@@ -30,19 +30,10 @@ from agentic_rl.train.learner import Learner, LearnerConfig, policy_loss
 from agentic_rl.train.optimizer import OptimizerConfig
 from agentic_rl.train.publication import Publisher, read_params
 from benchmarks import interpreter
+from configs.zerotir_nano import get_config
 
 MODELS = {
-  "nano": PolicyConfig(
-    vocab_size=arithmetic.tokenizer().vocab_size,
-    width=128,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_width=32,
-    mlp_width=384,
-    qk_norm=True,
-    unroll_layers=True,
-  ),
+  "nano": PolicyConfig.from_dict({**get_config().policy.to_dict(), "vocab_size": arithmetic.tokenizer().vocab_size}),
   "20m": PolicyConfig(
     vocab_size=8192,
     width=384,

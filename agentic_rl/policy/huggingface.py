@@ -447,9 +447,8 @@ def write_directory(
       shutil.copyfile(source, staging / source.name)
     staging.chmod(0o755)
     staging.rename(target)
-  except BaseException:
-    shutil.rmtree(staging, ignore_errors=True)
-    raise
+  finally:
+    shutil.rmtree(staging, ignore_errors=True)  # nothing is left of it once it has been renamed
   return target
 
 

@@ -20,7 +20,8 @@ class Sampling:
     stop_token_ids: Ids that end generation; the id itself is returned.
     top_p, top_k: Truncated sampling, for evaluation only. The returned log-probabilities are those of the
       temperature-scaled, untruncated softmax (the convention of SGLang).
-    seed: Seed of this request: the same seed, ids and weights give the same completion, whatever else is in flight.
+    seed: Seed of this request: the same seed, ids and weights give the same completion, up to rounding of the logits,
+      whatever else is in flight.
   """
 
   max_new_tokens: int

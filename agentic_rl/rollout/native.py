@@ -5,8 +5,8 @@ that the next turn feeds only what is new; a short piece of new text, such as a 
 that decode for other sequences. One thread owns the device; requests reach it through a queue and `asyncio` futures
 carry completions back, so that hundreds of episodes wait without blocking each other.
 
-A completion depends on its seed, its ids and the weights alone: each token's random number is a function of the
-request's seed and the token's position, whatever else is in flight.
+A completion depends on its seed, its ids and the weights: each token's random number is a function of the request's
+seed and the token's position. What else is in flight decides the batch size, and with it the last bits of the logits.
 """
 
 from __future__ import annotations
