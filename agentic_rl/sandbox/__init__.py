@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from agentic_rl.sandbox.interpreter import Interpreter
 from agentic_rl.sandbox.limits import (
+  LEVELS,
   MAX_SOURCE_BYTES,
   ExecResult,
   InterpreterConfig,
@@ -49,6 +50,7 @@ from agentic_rl.sandbox.limits import (
 )
 
 __all__ = [
+  "LEVELS",
   "MAX_SOURCE_BYTES",
   "ExecResult",
   "Interpreter",

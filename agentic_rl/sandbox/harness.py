@@ -1,9 +1,13 @@
 """Inside the child: takes its limits, runs the snippet, reports the outcome. Standard library only.
 
-The child writes to its result pipe first one byte, `READY` (set up, has not looked at the snippet) or `FAILED` with a
+A child writes to its result channel first one byte, `READY` (set up, has not looked at the snippet) or `FAILED` with a
 message (could not set itself up), and after the snippet one frame. Only what happens before `READY` can be the fault
-of the infrastructure, so that nothing a snippet writes passes for that. The snippet may write to the pipe as well; the
-zygote treats what it reads as bounded bytes, and the worst that a snippet can forge is its own result.
+of the infrastructure, so that nothing a snippet writes passes for that. The snippet may write to the channel as well;
+the zygote treats what it reads as bounded bytes, and the worst that a snippet can forge is its own result.
+
+A session is such a child that reads turns from its channel, one after the other. With checkpoints each turn runs in a
+fork of it: the fork, when done, is the session from then on (the zygote ends the old process); when the fork dies the
+old process reports that with `DIED` and is the session still.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import __future__ as future_features
 
 import ast
 import builtins
+import dataclasses
+import errno
 import gc
 import io
 import linecache
@@ -19,31 +25,87 @@ import os
 import random
 import resource
 import signal
+import socket
 import struct
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from agentic_rl.sandbox import lowlevel
+from agentic_rl.sandbox import framing, isolation, landlock, lowlevel, seccomp
 
 READY = b"R"
 FAILED = b"F"
-MAGIC = b"AGS1"
-HEADER = struct.Struct("<4sBiIIII")
-"""Magic, index into STATUSES, exit code, then length and dropped bytes of value and of error."""
+DIED = b"D"
+DEATH = struct.Struct("<cidQ")
+"""`DIED`, wait status, CPU seconds, peak resident bytes."""
+MAGIC = b"AGS2"
+HEADER = struct.Struct("<4sBiQI")
+"""Magic, index into STATUSES, exit code, peak resident bytes, length of the fields that follow."""
+FIELD = struct.Struct("<BII")
+"""Kind, length and dropped bytes of a field."""
 STATUSES = ("ok", "error", "memory", "exit")
+VALUE, ERROR, FILE_NAME, FILE = range(4)
 
 MOST_DESCRIPTORS = 65_536
 """The zygote opens no descriptor beyond this, so that its children can close all."""
 
-SOURCE_NAME = "<snippet>"
 _RESULT_FD = 3
+_RULESET_FD = 4
 _MEMORY_RESERVE = 64 << 20  # for the report on a MemoryError
+_READ_BYTES = 1 << 20
+_NOTE = "Note: this sandbox has no network, starts no processes and opens no files but its own.\n"
+_BUILTINS = dict(vars(builtins))
+_builtins = vars(builtins)
 _FUTURE_FLAGS = 0
 for _name in future_features.all_feature_names:
   _FUTURE_FLAGS |= getattr(future_features, _name).compiler_flag
+
+
+@dataclasses.dataclass
+class Job:
+  """One snippet, as it came from the pool."""
+
+  limits: dict[str, Any]
+  seed: int
+  code: bytearray
+  stdin: bytearray
+  files: list[tuple[str, bytearray]]
+  fetch: Sequence[str]
+  fork: bool = False  # for a turn of a session: whether it runs in a fork
+
+
+@dataclasses.dataclass
+class Room:
+  """What a fresh child needs to know to shut itself in.
+
+  Attributes:
+    plan: The isolation in force.
+    parent: Process id of the zygote if the child can see it, else 0.
+    base_bytes: Address space of the zygote.
+    tasks: Processes and threads that count against the child's user already.
+    uid: User to become; 0 keeps the user.
+    directory: Working directory; at level `namespace` it is made by the child.
+    nice: Added to the nice value.
+    filter: System call filter, or None.
+    rules: Landlock rules, or None.
+    forget: Clears what the zygote knows of other requests, so that the snippet cannot find it in memory.
+  """
+
+  plan: isolation.Plan
+  parent: int
+  base_bytes: int
+  tasks: int
+  uid: int
+  directory: str
+  nice: int
+  filter: seccomp.Filter | None
+  rules: landlock.Rules | None
+  forget: Callable[[], None]
+
+
+# -- shutting in -------------------------------------------------------------------------------------------------------
 
 
 def make_streams() -> None:
@@ -56,6 +118,10 @@ def make_streams() -> None:
     setattr(sys, f"__{name}__", stream)
 
 
+def _make_stdin() -> None:
+  sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "rb", closefd=False)), "utf-8", "surrogateescape")
+
+
 def _set_limit(kind: int, soft: int, slack: int = 0) -> None:
   hard = resource.getrlimit(kind)[1]
   if hard != resource.RLIM_INFINITY:  # never ask for more than the host allows
@@ -64,36 +130,76 @@ def _set_limit(kind: int, soft: int, slack: int = 0) -> None:
   resource.setrlimit(kind, (soft, soft + slack))
 
 
-def _connect(pipes: tuple[int, int, int]) -> None:
-  """Makes the write ends descriptors 1, 2 and 3 and closes everything else of the zygote."""
-  out, err, result = pipes
+def _connect(ends: Sequence[int], rules: landlock.Rules | None) -> None:
+  """Makes the write ends descriptors 1, 2 and 3, a Landlock ruleset 4, and closes everything else of the zygote."""
+  out, err, result = ends
+  ruleset = -1 if rules is None else rules.prepare()
   os.dup2(out, 1)
   os.dup2(err, 2)
   os.dup2(result, _RESULT_FD, inheritable=False)
-  os.closerange(_RESULT_FD + 1, MOST_DESCRIPTORS)
+  if ruleset >= 0:
+    os.dup2(ruleset, _RULESET_FD, inheritable=False)
+  os.closerange(_RULESET_FD + (ruleset >= 0), MOST_DESCRIPTORS)
 
 
-def _confine(zygote: int, limits: dict[str, Any], base_bytes: int, directory: str, nice: int) -> None:
-  """Puts this fresh child into its own session and directory and under its limits."""
-  os.setsid()
+def _offer_input(data: bytes | bytearray) -> None:
+  """Makes descriptor 0 a file in memory."""
+  fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
+  os.dup2(fd, 0)
+  os.close(fd)
+  _write_input(data)
+  _make_stdin()
+
+
+def _write_input(data: bytes | bytearray) -> None:
+  os.ftruncate(0, 0)
+  left = memoryview(data)
+  while left:
+    left = left[os.write(0, left) :]
+  os.lseek(0, 0, os.SEEK_SET)
+
+
+def _shut_in(room: Room, limits: dict[str, Any], session: bool) -> int:
+  """Puts this fresh child under its limits, for ever. Returns the fork listener of a session's filter, or -1."""
+  plan = room.plan
+  os.setpgid(0, 0)
   signal.set_wakeup_fd(-1)
   for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
   signal.signal(signal.SIGINT, signal.default_int_handler)
-  lowlevel.die_with_parent()
-  if os.getppid() != zygote:
-    os._exit(1)
-  os.chdir(directory)
-  os.environ["HOME"] = os.environ["TMPDIR"] = directory
-  lowlevel.offer_to_oom_killer()
-  os.nice(nice)
+  if plan.level == "namespace":
+    isolation.private_scratch(limits["disk_mib"], room.uid)
+  os.nice(room.nice)
   _set_limit(resource.RLIMIT_CORE, 0)
-  _set_limit(resource.RLIMIT_CPU, math.ceil(limits["cpu_s"]), slack=1)
+  if not session:  # the zygote watches the time; this holds should it be gone
+    _set_limit(resource.RLIMIT_CPU, math.ceil(limits["cpu_s"]) + 1, slack=1)
   _set_limit(resource.RLIMIT_FSIZE, limits["file_mib"] << 20)
   _set_limit(resource.RLIMIT_NOFILE, limits["open_files"])
-  if os.geteuid() != 0:  # the kernel exempts uid 0
-    _set_limit(resource.RLIMIT_NPROC, lowlevel.tasks_of_host() + limits["processes"])
-  _set_limit(resource.RLIMIT_AS, base_bytes + (limits["memory_mib"] << 20), slack=_MEMORY_RESERVE)
+  if room.uid or os.geteuid() != 0:  # the kernel exempts uid 0
+    processes = limits["processes"] + (2 if session else 1)
+    _set_limit(resource.RLIMIT_NPROC, room.tasks + processes + limits["threads"])
+  _set_limit(resource.RLIMIT_AS, room.base_bytes + (limits["memory_mib"] << 20), slack=_MEMORY_RESERVE)
+  if room.rules is not None:
+    landlock.restrict(_RULESET_FD, room.directory)
+  if room.uid:
+    isolation.become(room.uid)
+  lowlevel.drop_capabilities()
+  lowlevel.forbid_new_privileges()
+  lowlevel.die_with_parent()  # after the change of user, which undoes it
+  if room.parent and os.getppid() != room.parent:
+    os._exit(1)
+  os.chdir(room.directory)
+  os.environ["HOME"] = os.environ["TMPDIR"] = room.directory
+  return -1 if room.filter is None else room.filter.install(0 if session else os.getpid())
+
+
+def _write_files(files: Sequence[tuple[str, bytearray]]) -> None:
+  for name, data in files:
+    folder = os.path.dirname(name)
+    if folder:
+      os.makedirs(folder, exist_ok=True)
+    with open(name, "wb") as file:
+      file.write(data)
 
 
 def _seed(seed: int) -> None:
@@ -103,17 +209,27 @@ def _seed(seed: int) -> None:
     numpy.random.seed(seed % (1 << 32))
 
 
-def _run(source: str, namespace: dict[str, Any]) -> Any:
+def _make_main() -> dict[str, Any]:
+  main = types.ModuleType("__main__")
+  main.__dict__["__builtins__"] = builtins
+  sys.modules["__main__"] = main
+  return main.__dict__
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def _run(source: str, name: str, namespace: dict[str, Any]) -> Any:
   """Executes the source; returns the value of the last statement if that is an expression, else None."""
-  tree = ast.parse(source, SOURCE_NAME)
+  tree = ast.parse(source, name)
   last = tree.body[-1] if tree.body else None
   if not isinstance(last, ast.Expr):
-    exec(compile(tree, SOURCE_NAME, "exec", dont_inherit=True), namespace)
+    exec(compile(tree, name, "exec", dont_inherit=True), namespace)
     return None
   tree.body.pop()
-  body = compile(tree, SOURCE_NAME, "exec", dont_inherit=True)
+  body = compile(tree, name, "exec", dont_inherit=True)
   flags = body.co_flags & _FUTURE_FLAGS
-  value = compile(ast.Expression(last.value), SOURCE_NAME, "eval", flags=flags, dont_inherit=True)
+  value = compile(ast.Expression(last.value), name, "eval", flags=flags, dont_inherit=True)
   exec(body, namespace)
   return eval(value, namespace)
 
@@ -131,39 +247,49 @@ def _keep_own_frames(report: Any, seen: set[int]) -> None:
     _keep_own_frames(inner, seen)
 
 
-def _describe(error: BaseException, source: str) -> str:
+def _describe(error: BaseException, note: str) -> str:
   """The traceback as a notebook's user wants it: frames of the snippet only."""
-  linecache.cache[SOURCE_NAME] = (len(source), None, source.splitlines(keepends=True), SOURCE_NAME)
   report = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
   _keep_own_frames(report, set())
-  return "".join(report.format())
+  text = "".join(report.format())
+  denied = isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES)
+  return text + note if denied else text
 
 
 def _type_name(value: object) -> str:
   return str(type.__dict__["__name__"].__get__(type(value)))  # whatever its metaclass says
 
 
-def _outcome(source: str, namespace: dict[str, Any]) -> tuple[str, int, str, str]:
+def _outcome(source: bytearray, name: str, namespace: dict[str, Any], note: str) -> tuple[str, int, str, str]:
   """Runs the snippet; returns status, exit code, value and error."""
   try:
-    value = _run(source, namespace)
+    text = source.decode()
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    value = _run(text, name, namespace)
     return "ok", 0, "" if value is None else repr(value), ""
   except SystemExit as stop:
+    sys.settrace(None)
+    _builtins.update(_BUILTINS)
     code = stop.code
     if code is None or isinstance(code, int):
       return "exit", (code or 0) & 0xFF, "", ""
     print(code, file=sys.stderr)
     return "exit", 1, "", ""
   except BaseException as error:
+    sys.settrace(None)
+    _builtins.update(_BUILTINS)
     status = "memory" if isinstance(error, MemoryError) else "error"
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if soft != hard:
       resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     try:
-      return status, 0, "", _describe(error, source)
+      return status, 0, "", _describe(error, note)
     except BaseException as second:
       name, other = _type_name(error), _type_name(second)
       return status, 0, "", f"{name}: (no traceback: describing the exception raised {other})\n"
+
+
+# -- reporting ---------------------------------------------------------------------------------------------------------
 
 
 def _encode(text: str, cap: int) -> tuple[bytes, int]:
@@ -172,61 +298,163 @@ def _encode(text: str, cap: int) -> tuple[bytes, int]:
   return kept, len(data) - len(kept) + max(0, len(text) - cap - 1)
 
 
-def _report(status: str, code: int, value: str, error: str, cap: int) -> None:
-  for stream in (sys.stdout, sys.stderr):
+def _fetched(names: Sequence[str], room: int) -> list[bytes]:
+  """Fields with the files that exist and fit, each file as a name and its content."""
+  parts: list[bytes] = []
+  for name in names:
     try:
-      stream.flush()
+      with open(name, "rb") as file:
+        data = file.read(room + 1)
+    except OSError:
+      continue
+    label = name.encode()
+    if len(data) <= room:
+      room -= len(data)
+      parts += [FIELD.pack(FILE_NAME, len(label), 0), label, FIELD.pack(FILE, len(data), 0), data]
+  return parts
+
+
+def _report(outcome: tuple[str, int, str, str], job: Job) -> None:
+  status, code, value, error = outcome
+  for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+    try:
+      stream.flush()  # type: ignore[union-attr]
     except (AttributeError, OSError, ValueError):  # closed or replaced by the snippet
       pass
-  value_bytes, value_dropped = _encode(value, cap)
-  error_bytes, error_dropped = _encode(error, cap)
-  header = HEADER.pack(
-    MAGIC, STATUSES.index(status), code, len(value_bytes), value_dropped, len(error_bytes), error_dropped
-  )
-  frame = memoryview(header + value_bytes + error_bytes)
-  while frame:
-    frame = frame[os.write(_RESULT_FD, frame) :]
+  cap = job.limits["output_bytes"]
+  parts = []
+  for kind, text in ((VALUE, value), (ERROR, error)):
+    if text:
+      data, dropped = _encode(text, cap)
+      parts += [FIELD.pack(kind, len(data), dropped), data]
+  if job.fetch:
+    parts += _fetched(job.fetch, job.limits["disk_mib"] << 20)
+  body = b"".join(parts)
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+  _send(HEADER.pack(MAGIC, STATUSES.index(status), code, peak, len(body)) + body)
 
 
-def child_main(
-  request: dict[str, Any],
-  zygote: int,
-  pipes: tuple[int, int, int],
-  base_bytes: int,
-  directory: str,
-  nice: int,
-  forget: Callable[[], None],
-) -> None:
-  """Runs one request in this freshly forked process and ends it.
+def _send(data: bytes) -> None:
+  left = memoryview(data)
+  while left:
+    left = left[os.write(_RESULT_FD, left) :]
+
+
+# -- the two kinds of child --------------------------------------------------------------------------------------------
+
+
+def run_once(job: Job, room: Room, ends: Sequence[int]) -> None:
+  """Runs one snippet in this freshly forked process and ends it.
 
   Args:
-    request: `code`, `seed` and `limits`.
-    zygote: Process id of the parent.
-    pipes: Write ends for stdout, stderr and the result.
-    base_bytes: Address space of the zygote.
-    directory: Private working directory, exists.
-    nice: Added to the nice value.
-    forget: Clears what the zygote knows of other requests, so that the snippet cannot find it in memory.
+    job: The snippet.
+    room: How to shut itself in.
+    ends: Write ends for stdout, stderr and the result.
   """
-  limits, result_fd = request["limits"], pipes[2]
+  result_fd = ends[2]
+  note = _NOTE if room.filter is not None else ""
   try:
-    _connect(pipes)
+    _connect(ends, room.rules)
     result_fd = _RESULT_FD
-    _confine(zygote, limits, base_bytes, directory, nice)
-    _seed(request["seed"])
-    forget()
-    source, cap = request.pop("code"), limits["output_bytes"]
-    main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = main
+    if job.stdin:
+      _offer_input(job.stdin)
+    _shut_in(room, job.limits, session=False)
+    _write_files(job.files)
+    _seed(job.seed)
+    room.forget()
+    namespace = _make_main()
+    source = bytearray(job.code)
+    framing.wipe(job.code, len(job.code))
     gc.enable()
     os.write(_RESULT_FD, READY)
   except BaseException as error:
     os.write(result_fd, FAILED + repr(error).encode()[:1000])
     os._exit(1)
   exit_code = 1
+  pid = os.getpid()
   try:
-    _report(*_outcome(source, main.__dict__), cap)
+    outcome = _outcome(source, "<snippet>", namespace, note)
+    if os.getpid() == pid:  # else the snippet has forked and this is not the one that reports
+      _report(outcome, job)
     exit_code = 0
   finally:
     os._exit(exit_code)
+
+
+def run_session(job: Job, room: Room, ends: Sequence[int]) -> None:
+  """Runs turns in this freshly forked process until the zygote hangs up. Its first message carries the fork listener.
+
+  Args:
+    job: Seed, limits and files of the session.
+    room: How to shut itself in.
+    ends: Write ends for stdout and stderr, and this end of the channel's socket.
+  """
+  channel_fd = ends[2]
+  try:
+    _connect(ends, room.rules)
+    channel_fd = _RESULT_FD
+    _offer_input(b"")
+    listener = _shut_in(room, job.limits, session=True)
+    _write_files(job.files)
+    _seed(job.seed)
+    room.forget()
+    namespace = _make_main()
+    gc.enable()
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=_RESULT_FD)
+    if listener >= 0:
+      socket.send_fds(channel, [READY], [listener])
+      os.close(listener)
+    else:
+      channel.send(READY)
+  except BaseException as error:
+    os.write(channel_fd, FAILED + repr(error).encode()[:1000])
+    os._exit(1)
+  try:
+    _take_turns(channel, namespace, _NOTE if room.filter is not None else "")
+  finally:
+    os._exit(1)
+
+
+def _take_turns(channel: socket.socket, namespace: dict[str, Any], note: str) -> None:
+  inbox = framing.Inbox()
+  memory = resource.getrlimit(resource.RLIMIT_AS)
+  turn = 0
+  while True:
+    data = channel.recv(_READ_BYTES)
+    if not data:
+      os._exit(0)
+    for header, body in inbox.frames(data):
+      turn += 1
+      code, stdin = framing.split(body, header["sizes"])
+      job = Job(header["limits"], 0, code, stdin, [], header["fetch"], header["fork"])
+      if job.fork and _fork_and_wait():
+        continue
+      _take_turn(job, turn, namespace, note, memory)
+
+
+def _fork_and_wait() -> bool:
+  """Forks; in the old process, waits until the fork has died, reports that and returns True."""
+  pid = os.fork()
+  if pid == 0:
+    return False
+  _, status, usage = os.wait4(pid, 0)
+  _send(DEATH.pack(DIED, status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024))
+  return True
+
+
+def _take_turn(job: Job, turn: int, namespace: dict[str, Any], note: str, memory: tuple[int, int]) -> None:
+  _write_input(job.stdin)
+  _make_stdin()
+  for name in ("stdout", "stderr"):
+    setattr(sys, name, getattr(sys, f"__{name}__"))
+  pid = os.getpid()
+  _send(READY)
+  outcome = _outcome(job.code, f"<turn {turn}>", namespace, note)
+  if os.getpid() != pid:
+    os._exit(0)
+  sys.settrace(None)
+  sys.setprofile(None)
+  _builtins.update(_BUILTINS)
+  if resource.getrlimit(resource.RLIMIT_AS) != memory:  # raised to describe an error
+    resource.setrlimit(resource.RLIMIT_AS, memory)
+  _report(outcome, job)

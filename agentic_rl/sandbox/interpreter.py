@@ -1,88 +1,106 @@
-"""The trainer's side of the sandbox: asyncio in front of a zygote process."""
+"""The pool: asyncio in front of parent processes that fork a child for each snippet."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import collections
 import dataclasses
-import json
 import logging
-import os
-import signal
-import socket
-import struct
-import subprocess
-import tempfile
-import time
-from collections.abc import Mapping
-from typing import Any, cast
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from agentic_rl.sandbox import zygote as zygote_module
+from agentic_rl.sandbox import canaries, framing
 from agentic_rl.sandbox.limits import (
   MAX_SOURCE_BYTES,
+  Checkpoint,
   ExecResult,
   InterpreterConfig,
   Limits,
+  LimitsError,
+  SandboxBusyError,
   SandboxClosedError,
   SandboxStartError,
   SourceTypeError,
 )
+from agentic_rl.sandbox.parent import Parent, Request
+from agentic_rl.sandbox.session import Session
 
-LEVEL = "process"
-LEVEL_TEXT = "rlimits, process-group kill, clean environment; no namespace isolation"
-
-_LENGTH = struct.Struct(">I")
-_MARKER = "AGENTIC_RL_SANDBOX"
+_SCIENTIFIC = {
+  "numpy": ("numpy",),
+  "sympy": ("sympy",),
+  "scipy": ("scipy.integrate", "scipy.linalg", "scipy.optimize", "scipy.special", "scipy.stats"),
+}
+_BUSY_PARENT = 16
 _MOST_ATTEMPTS = 2
 _BACKOFF_S = (0.0, 0.1, 0.5, 2.0, 5.0)
-_PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__))
+_log = logging.getLogger(__name__)
 
-# Imports the zygote without running the packages' own __init__ modules: it stays small and free of jax.
-_BOOT = """
-import sys, types
-directory = sys.argv.pop(1)
-for name in ("agentic_rl", "agentic_rl.sandbox"):
-  sys.modules[name] = types.ModuleType(name)
-  sys.modules[name].__path__ = [directory] if "." in name else []
-from agentic_rl.sandbox import zygote
-zygote.main(sys.argv[1:])
-"""
 
-_ENVIRONMENT = {
-  "PATH": "/usr/local/bin:/usr/bin:/bin",
-  "LANG": "C.UTF-8",
-  "LC_ALL": "C.UTF-8",
-  "TZ": "UTC",
-  "PYTHONHASHSEED": "0",
-  "PYTHONDONTWRITEBYTECODE": "1",
-  "MALLOC_ARENA_MAX": "1",  # else a few threads reserve the whole address space
-  "OMP_NUM_THREADS": "1",
-  "OPENBLAS_NUM_THREADS": "1",
-  "MKL_NUM_THREADS": "1",
-  "MPLBACKEND": "Agg",
-  "JAX_PLATFORMS": "cpu",
-}
+class _Queue:
+  """Waiting requests, handed out in turn to each owner, so that none with many waits holds up the others."""
+
+  def __init__(self) -> None:
+    self._by_owner: collections.OrderedDict[str, collections.deque[Request]] = collections.OrderedDict()
+    self._count = 0
+
+  def __len__(self) -> int:
+    return self._count
+
+  def push(self, request: Request, front: bool = False) -> None:
+    line = self._by_owner.setdefault(request.owner, collections.deque())
+    if front:
+      line.appendleft(request)
+      self._by_owner.move_to_end(request.owner, last=False)
+    else:
+      line.append(request)
+    self._count += 1
+
+  def pop(self) -> Request:
+    owner, line = next(iter(self._by_owner.items()))
+    request = line.popleft()
+    if line:
+      self._by_owner.move_to_end(owner)
+    else:
+      del self._by_owner[owner]
+    self._count -= 1
+    return request
+
+  def remove(self, request: Request) -> bool:
+    line = self._by_owner.get(request.owner, collections.deque())
+    if request not in line:
+      return False
+    line.remove(request)
+    if not line:
+      del self._by_owner[request.owner]
+    self._count -= 1
+    return True
+
+  def __iter__(self) -> Any:
+    return (request for line in self._by_owner.values() for request in line)
 
 
 @dataclasses.dataclass(eq=False)
-class _Request:
-  """One snippet that has not been answered yet."""
+class _Group:
+  """Parents with the same preloaded modules."""
 
-  code: str
-  seed: int
-  limits: dict[str, Any]
-  future: asyncio.Future[ExecResult]
-  queued: float
-  started: bool = False
-  attempt: int = 1
+  modules: tuple[str, ...]
+  names: frozenset[str]  # top-level names of the modules
+  parents: list[Parent] = dataclasses.field(default_factory=list)
+  starting: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
+  waiting: list[Request] = dataclasses.field(default_factory=list)
+  failures: int = 0
 
 
 class Interpreter:
-  """Runs snippets of untrusted Python, each in a fresh process. Many may be in flight; the event loop is never blocked.
+  """Runs snippets of untrusted Python, each in a process of its own. Many may be in flight; the loop is never blocked.
 
   ```python
   interpreter = await Interpreter.start(InterpreterConfig(slots=8))
   result = await interpreter.run("print(347 * 29)")
+  async with interpreter.session() as session:
+    await session.run("x = 5")
+    result = await session.run("x + 1")
   await interpreter.close()
   ```
 
@@ -92,27 +110,54 @@ class Interpreter:
 
   def __init__(self, config: InterpreterConfig) -> None:
     self.config = config
-    self._requests: dict[int, _Request] = {}
+    self._slots = config.resolved_slots()
+    self._used = 0
+    self._queue = _Queue()
+    self._groups: list[_Group] = []
     self._next_id = 0
-    self._connection: _Connection | None = None
-    self._recovery: asyncio.Task[None] | None = None
     self._watchdog: asyncio.Task[None] | None = None
-    self._default_limits = dataclasses.asdict(config.limits)
-    self._failures = 0
+    self._burials: set[asyncio.Task[None]] = set()
     self._closed = False
-    self._counts: dict[str, int] = {"executions": 0, "infra_errors": 0, "restarts": 0}
+    self._facts: dict[str, Any] = {}
+    self._default_limits = dataclasses.asdict(config.limits)
+    self._open_sessions: dict[str, Session] = {}
+    self._counts = dict.fromkeys(
+      ("executions", "turns", "infra_errors", "restarts", "recycled", "rolled_back", "replayed", "lost"), 0
+    )
 
   @classmethod
   async def start(cls, config: InterpreterConfig | None = None) -> Interpreter:
-    """Starts the zygote and waits until it can fork.
+    """Starts the parent without modules, waits until it can fork, and checks that its isolation holds.
 
     Raises:
-      SandboxStartError: It did not come up; the message says why.
+      SandboxStartError: It did not come up, or the host allows less than `min_isolation`; the message says why.
     """
     self = cls(config or InterpreterConfig())
-    self._connection = await _Connection.open(self)
+    parent = await Parent.start(self, ())
+    self._facts = parent.facts
+    self._groups = [_Group(modules, frozenset(m.split(".")[0] for m in modules)) for modules in self._group_modules()]
+    self._groups[0].parents.append(parent)
     self._watchdog = asyncio.get_running_loop().create_task(self._watch())
+    try:
+      open_ones = await canaries.find_open(self)
+    except BaseException:
+      await self.close()
+      raise
+    if open_ones:
+      await self.close()
+      raise SandboxStartError(
+        f"isolation {self._facts['level']!r} does not hold here: a snippet could {', '.join(open_ones)}. This is a "
+        f"fault of the sandbox or of the host; please report it. A weaker max_isolation makes no such promise."
+      )
     return self
+
+  def _group_modules(self) -> list[tuple[str, ...]]:
+    if self.config.preload is not None:
+      return [(), *(group for group in self.config.preload if group)]
+    groups: list[tuple[str, ...]] = [()]
+    for name in self._facts["installed"]:
+      groups.append(groups[-1] + _SCIENTIFIC[name])
+    return groups
 
   async def __aenter__(self) -> Interpreter:
     return self
@@ -120,155 +165,383 @@ class Interpreter:
   async def __aexit__(self, *_: object) -> None:
     await self.close()
 
-  async def run(self, code: str, limits: Limits | None = None, *, seed: int = 0) -> ExecResult:
+  @property
+  def level(self) -> str:
+    """Name of the isolation in force."""
+    return str(self._facts.get("level", "process"))
+
+  async def warm(self) -> None:
+    """Starts the parents of all groups, so that the first snippet that names a module does not wait for them.
+
+    Raises:
+      SandboxStartError: One did not come up.
+    """
+    for group in self._groups:
+      if not group.parents:
+        group.parents.append(await Parent.start(self, group.modules))
+
+  async def run(
+    self,
+    code: str,
+    limits: Limits | None = None,
+    *,
+    seed: int = 0,
+    stdin: str = "",
+    files: Mapping[str, bytes] | None = None,
+    fetch: Sequence[str] = (),
+    owner: str = "",
+  ) -> ExecResult:
     """Runs one snippet and returns what it did; whatever the snippet does is a result, never an exception.
 
     Args:
       code: Python source. One with a NUL, a lone surrogate or more than `MAX_SOURCE_BYTES` bytes is `refused`.
       limits: Limits of this snippet; default are those of the config.
-      seed: Seeds `random` (and `numpy.random` if preloaded), so that the same snippet gives the same result.
+      seed: Seeds `random` (and `numpy.random`), so that the same snippet gives the same result.
+      stdin: What it reads from its standard input.
+      files: Files put into its working directory first, by relative name.
+      fetch: Names of files to bring back from there; those that do not exist are left out.
+      owner: On whose behalf; owners that wait are served in turn.
 
     Raises:
-      SourceTypeError: `code` is not a `str`.
+      SourceTypeError: `code` or `stdin` is not a `str`.
+      LimitsError: A file name leaves the working directory, or files are larger than `disk_mib`.
+      SandboxBusyError: `config.queue` snippets wait already.
       SandboxClosedError: The interpreter is closed.
     """
-    if not isinstance(code, str):
-      raise SourceTypeError(f"the source of a snippet must be a str, got {type(code).__name__}")
-    if self._closed or self._watchdog is None:
+    return await self.submit(code, limits, seed=seed, stdin=stdin, files=files, fetch=fetch, owner=owner)
+
+  def session(
+    self,
+    limits: Limits | None = None,
+    *,
+    seed: int = 0,
+    checkpoint: Checkpoint = "auto",
+    owner: str = "",
+  ) -> Session:
+    """A session, whose variables persist from turn to turn. Use it with `async with`, or close it.
+
+    Args:
+      limits: Limits of each turn that brings none; memory, files and threads are those of the whole session.
+      seed: Seeds `random` (and `numpy.random`) once, at its first turn.
+      checkpoint: What a turn that is killed leaves behind. `fork`: each turn runs in a fork, and the state is what it
+        was before. `replay`: the turns before are run again in a new process; turns are faster. `none`: the state is
+        lost. `auto`: `fork` where the host allows it, else `replay`.
+      owner: On whose behalf, as for `run`.
+
+    Raises:
+      LimitsError: `fork` is asked for and not possible here, or the limits allow processes.
+      SandboxBusyError: `config.sessions` are open already.
+    """
+    if self._closed:
       raise SandboxClosedError("the interpreter is closed; start a new one with Interpreter.start")
-    refusal = _refusal(code)
-    if refusal:
-      return ExecResult("refused", error=refusal, level=LEVEL)
+    if len(self._open_sessions) >= self.config.sessions:
+      raise SandboxBusyError(f"{self.config.sessions} sessions are open, as many as InterpreterConfig.sessions allows")
+    possible = bool(self._facts.get("fork_checkpoint"))
+    if checkpoint == "fork" and not possible:
+      raise LimitsError("checkpoint='fork' is not possible at this host; use 'auto' or 'replay'")
+    if checkpoint not in ("auto", "fork", "replay", "none"):
+      raise LimitsError(f"checkpoint must be 'auto', 'fork', 'replay' or 'none', got {checkpoint!r}")
+    limits = limits or self.config.limits
+    if limits.processes:
+      raise LimitsError("a session may not start processes; set Limits.processes to 0")
+    kind: Checkpoint = ("fork" if possible else "replay") if checkpoint == "auto" else checkpoint
     self._next_id += 1
-    request_id = self._next_id
-    request = _Request(
-      code,
-      seed,
-      dataclasses.asdict(limits) if limits else self._default_limits,
-      asyncio.get_running_loop().create_future(),
-      time.monotonic(),
-    )
-    self._requests[request_id] = request
-    if self._connection is not None:
-      self._connection.submit(request_id, request)
-    elif self._recovery is None or self._recovery.done():  # the last restart failed: try again
-      self._recovery = asyncio.get_running_loop().create_task(self._restart())
-    try:
-      return await request.future
-    except asyncio.CancelledError:
-      if self._requests.pop(request_id, None) and self._connection is not None:
-        self._connection.send({"cancel": request_id})
-      raise
+    session = Session(self, f"s{self._next_id}", limits, seed, kind, owner)
+    self._open_sessions[session.name] = session
+    return session
 
   async def close(self) -> None:
     """Kills everything that runs and waits until it is gone. Unanswered snippets get `infra_error`. Idempotent."""
     if self._closed:
       return
     self._closed = True
-    for task in (self._watchdog, self._recovery):
-      if task is not None:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-          await task
-    connection, self._connection = self._connection, None
-    if connection is not None:
-      await connection.shut()
-    for request_id in list(self._requests):
-      self._fail(request_id, "the interpreter was closed")
+    tasks = [task for group in self._groups for task in group.starting]
+    if self._watchdog is not None:
+      tasks.append(self._watchdog)
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    parents = [parent for group in self._groups for parent in group.parents]
+    pending = [r for parent in parents for r in parent.running.values()] + list(self._queue)
+    pending += [request for group in self._groups for request in group.waiting]
+    await asyncio.gather(*(parent.shut() for parent in parents), *self._burials)
+    for request in pending:
+      self._fail(request, "the interpreter was closed")
 
   def stats(self) -> dict[str, int]:
-    """Counters since the start (`executions`, `infra_errors`, `restarts`) and how many are `running` and `queued`."""
-    running = sum(r.started for r in self._requests.values())
-    return self._counts | {"running": running, "queued": len(self._requests) - running}
-
-  def capabilities(self) -> dict[str, Any]:
-    """What is in force: level, slots, limits, and what the zygote found that the host allows."""
-    facts = self._connection.facts if self._connection else {}
-    return {
-      "level": LEVEL,
-      "text": LEVEL_TEXT,
-      "slots": self.config.resolved_slots(),
-      "limits": dict(self._default_limits),
-      **facts,
+    """Counters since the start, and how many are `running`, `queued` and open `sessions` now."""
+    waiting = len(self._queue) + sum(len(group.waiting) for group in self._groups)
+    parents = sum(len(group.parents) for group in self._groups)
+    return self._counts | {
+      "running": self._used,
+      "queued": waiting,
+      "sessions": len(self._open_sessions),
+      "parents": parents,
     }
 
-  # -- called by the connection --------------------------------------------------------------------------------------
+  def capabilities(self) -> dict[str, Any]:
+    """What is in force: level and what it leaves open, facts on each kind of isolation, groups, slots, limits."""
+    parents = [parent for group in self._groups for parent in group.parents]
+    return {
+      **self._facts,
+      "slots": self._slots,
+      "groups": [list(group.modules) for group in self._groups],
+      "limits": dict(self._default_limits),
+      "pid": parents[0].pid if parents else 0,
+      "pids": [parent.pid for parent in parents],
+    }
 
-  def on_message(self, message: Mapping[str, Any]) -> None:
-    """Takes in one message of the zygote."""
-    for request_id in message.get("started", ()):
-      request = self._requests.get(request_id)
-      if request is not None:
-        request.started = True
-    for done in message.get("done", ()):
-      request = self._requests.pop(done.pop("id"), None)
-      if request is None or request.future.done():  # cancelled meanwhile
-        continue
-      self._failures = 0
-      self._counts["executions"] += 1
-      self._counts["infra_errors"] += done["status"] == "infra_error"
-      done["attempt"] = max(done["attempt"], request.attempt)
-      request.future.set_result(ExecResult(level=LEVEL, **done))
+  # -- sending -------------------------------------------------------------------------------------------------------
 
-  def on_lost(self) -> None:
-    """Starts a new zygote after the last one has gone."""
-    connection, self._connection = self._connection, None
-    if connection is not None and not self._closed:
-      self._recovery = asyncio.get_running_loop().create_task(self._recover(connection))
-
-  async def _recover(self, connection: _Connection) -> None:
-    logging.warning("the sandbox's zygote died with %d snippets in flight; it is replaced", len(self._requests))
-    await connection.shut()
-    for request_id, request in list(self._requests.items()):
-      if request.started:
-        self._fail(request_id, "the zygote died while the snippet ran")
-      elif request.attempt >= _MOST_ATTEMPTS:
-        self._fail(request_id, "the zygote died twice while the snippet waited")
-      else:
-        request.attempt += 1
-    await self._restart()
-
-  async def _restart(self) -> None:
-    await asyncio.sleep(_BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)])
-    self._failures += 1
-    self._counts["restarts"] += 1
+  async def submit(
+    self,
+    code: str,
+    limits: Limits | None,
+    *,
+    seed: int,
+    stdin: str = "",
+    files: Mapping[str, bytes] | None = None,
+    fetch: Sequence[str] = (),
+    owner: str = "",
+    session: Session | None = None,
+    urgent: bool = False,
+  ) -> ExecResult:
+    """`run`, and a turn of a session, which has to go to the parent where the session lives."""
+    for name, text in (("source of a snippet", code), ("standard input", stdin)):
+      if not isinstance(text, str):
+        raise SourceTypeError(f"the {name} must be a str, got {type(text).__name__}")
+    if self._closed or self._watchdog is None:
+      raise SandboxClosedError("the interpreter is closed; start a new one with Interpreter.start")
+    used = dataclasses.asdict(limits) if limits else self._default_limits
+    refusal = _refusal(code)
+    if used["processes"] and not self._facts["processes"]:
+      refusal = refusal or f"Limits.processes is not 0, but level {self.level!r} cannot keep processes apart"
+    if refusal:
+      return ExecResult("refused", error=refusal, level=self.level, state="kept" if session else "none")
+    named = _checked_files(files or {}, fetch, used["disk_mib"])
+    if not urgent and self.config.queue and len(self._queue) >= self.config.queue:
+      raise SandboxBusyError(f"{self.config.queue} snippets wait already, as many as InterpreterConfig.queue allows")
+    body = (code.encode(), stdin.encode("utf-8", "surrogateescape"), *named.values())
+    header = {
+      "sizes": [len(part) for part in body],
+      "files": list(named),
+      "fetch": list(fetch),
+      "seed": seed,
+      "limits": used,
+    }
+    group = self._group_of(code)
+    loop = asyncio.get_running_loop()
+    request = Request(header, body, group, owner, loop.create_future(), loop.time())
+    if session is not None:
+      header |= {"session": session.process, "checkpoint": session.checkpoint}
+      request.session, request.parent = session, session.parent
+      request.group = session.group if session.group is not None else group
+      session.group = request.group
+    self._queue.push(request, front=urgent)
+    self._pump()
     try:
-      connection = await _Connection.open(self)
-    except SandboxStartError as error:
-      logging.error("the sandbox cannot be restarted: %s", error)
-      for request_id in list(self._requests):
-        self._fail(request_id, str(error))
-      return
-    self._connection = connection
-    for request_id, request in self._requests.items():
-      connection.submit(request_id, request)
+      return await request.future
+    except asyncio.CancelledError:
+      self._withdraw(request)
+      raise
 
-  def _fail(self, request_id: int, why: str) -> None:
-    request = self._requests.pop(request_id)
-    if not request.future.done():
-      self._counts["infra_errors"] += 1
-      waited = time.monotonic() - request.queued
-      request.future.set_result(
-        ExecResult("infra_error", error=why, queue_s=waited, attempt=request.attempt, level=LEVEL)
-      )
+  def _group_of(self, code: str) -> int:
+    """The smallest group that covers the modules that a source mentions; a wrong guess only costs time."""
+    known = frozenset[str]().union(*(group.names for group in self._groups))
+    mentioned = {name for name in known if name in code}
+    if not mentioned:
+      return 0
+    covering = [i for i, group in enumerate(self._groups) if group.names >= mentioned]
+    if covering:
+      return min(covering, key=lambda i: len(self._groups[i].names))
+    return max(range(len(self._groups)), key=lambda i: len(self._groups[i].names & mentioned))
+
+  def _pump(self) -> None:
+    """Sends what waits, as far as there are slots."""
+    while self._used < self._slots and len(self._queue):
+      request = self._queue.pop()
+      if request.parent is not None and request.parent not in self._groups[request.group].parents:
+        self._answer(request, ExecResult("infra_error", error="the session's parent process has died", state="lost"))
+        continue
+      parent = request.parent or self._pick(request.group)
+      if parent is None:
+        self._groups[request.group].waiting.append(request)
+        continue
+      self._used += 1
+      self._next_id += 1
+      request.parent = parent
+      request.attempt += 1
+      request.waited_s = asyncio.get_running_loop().time() - request.queued
+      parent.running[self._next_id] = request
+      if request.session is not None:
+        request.session.parent = parent
+        parent.sessions.add(request.header["session"])
+      parent.send(request.header | {"run": self._next_id}, request.body)
+
+  def _pick(self, index: int) -> Parent | None:
+    """The least busy parent of a group; starts one where there is none, or another where all are busy."""
+    group = self._groups[index]
+    ready = [parent for parent in group.parents if not parent.retiring]
+    best = min(ready, key=lambda parent: len(parent.running), default=None)
+    if best is None or len(best.running) >= _BUSY_PARENT:
+      most = math.ceil(self._slots / _BUSY_PARENT)
+      if not group.starting and len(ready) < most:
+        task = asyncio.get_running_loop().create_task(self._add_parent(group))
+        group.starting.add(task)
+        task.add_done_callback(group.starting.discard)
+    return best
+
+  async def _add_parent(self, group: _Group) -> None:
+    await asyncio.sleep(_BACKOFF_S[min(group.failures, len(_BACKOFF_S) - 1)])
+    group.failures += 1
+    try:
+      parent = await Parent.start(self, group.modules)
+    except SandboxStartError as error:
+      _log.error("the sandbox cannot start a parent process: %s", error)
+      for request in group.waiting:
+        self._fail(request, str(error))
+      group.waiting.clear()
+      return
+    for what, why in parent.facts["warmup_problems"].items():
+      _log.warning("the sandbox's warm-up of %s failed: %s", what, why)
+    group.parents.append(parent)
+    for request in reversed(group.waiting):
+      self._queue.push(request, front=True)
+    group.waiting.clear()
+    self._pump()
+
+  def _withdraw(self, request: Request) -> None:
+    """Forgets a request whose caller has gone, and kills what runs."""
+    if self._queue.remove(request):
+      return
+    for group in self._groups:
+      if request in group.waiting:
+        group.waiting.remove(request)
+        return
+    parent = request.parent
+    if parent is None:
+      return
+    for number, other in list(parent.running.items()):
+      if other is request:
+        del parent.running[number]
+        self._release()
+        name = request.header.get("session")
+        parent.send({"cancel": number} if name is None else {"close": name})
+
+  def end_session(self, session: Session, parent: Parent | None, process: str) -> None:
+    """Ends the process of a session."""
+    if parent is not None and process in parent.sessions:
+      parent.sessions.discard(process)
+      parent.send({"close": process})
+
+  def forget_session(self, session: Session) -> None:
+    """The session is closed for good."""
+    self._open_sessions.pop(session.name, None)
+
+  def count(self, what: str) -> None:
+    """Adds one to a counter of `stats`."""
+    self._counts[what] += 1
+
+  # -- what parents say ----------------------------------------------------------------------------------------------
+
+  def on_done(self, parent: Parent, header: dict[str, Any], body: bytearray) -> None:
+    """Takes in one result."""
+    request = parent.running.pop(header.pop("id"), None)
+    if request is None:  # cancelled meanwhile
+      return
+    self._release()
+    self._groups[request.group].failures = 0
+    if header["status"] == "infra_error" and request.attempt < _MOST_ATTEMPTS and "session" not in request.header:
+      request.parent = None
+      self._queue.push(request, front=True)
+      self._pump()
+      return
+    sizes = header.pop("sizes")
+    stdout, stderr, value, error, *files = (bytes(part) for part in framing.split(body, sizes))
+    if header["state"] == "gone":
+      parent.sessions.discard(request.header.get("session", ""))
+      header["state"] = "lost" if "session" in request.header else "none"
+    texts: dict[str, Any] = {
+      name: data.decode("utf-8", "replace")
+      for name, data in (("stdout", stdout), ("stderr", stderr), ("value", value), ("error", error))
+    }
+    names = [name.decode("utf-8", "replace") for name in files[::2]]
+    wanted = dict(zip(names, files[1::2], strict=True))
+    fetched = {name: wanted[name] for name in request.header["fetch"] if name in wanted}
+    result = ExecResult(**header, **texts, files=fetched, attempt=request.attempt, queue_s=request.waited_s)
+    self._answer(request, result)
+    self._retire(parent)
+
+  def on_gone(self, parent: Parent, sessions: Sequence[str]) -> None:
+    """Sessions have died between turns; their next turn finds out."""
+    parent.sessions.difference_update(sessions)
+    self._retire(parent)
+
+  def on_lost(self, parent: Parent) -> None:
+    """A parent has died: what ran there is reported, what waits goes on elsewhere."""
+    for group in self._groups:
+      if parent in group.parents:
+        group.parents.remove(parent)
+    if self._closed:
+      return
+    _log.warning("a parent process of the sandbox died with %d snippets in flight; it is replaced", len(parent.running))
+    self._counts["restarts"] += 1
+    parent.sessions.clear()
+    self._bury(parent)
+    for request in list(parent.running.values()):
+      self._release()
+      self._fail(request, "the parent process died while the snippet ran")
+    parent.running.clear()
+    self._pump()
+
+  def _retire(self, parent: Parent) -> None:
+    if not parent.retiring or parent.running or parent.sessions:
+      return
+    for group in self._groups:
+      if parent in group.parents:
+        group.parents.remove(parent)
+        self._counts["recycled"] += 1
+        self._bury(parent)
+
+  def _bury(self, parent: Parent) -> None:
+    task = asyncio.get_running_loop().create_task(parent.shut())
+    self._burials.add(task)
+    task.add_done_callback(self._burials.discard)
+
+  def _release(self) -> None:
+    self._used -= 1
+    asyncio.get_running_loop().call_soon(self._pump)
+
+  def _answer(self, request: Request, result: ExecResult) -> None:
+    if request.future.done():
+      return
+    self._counts["turns" if "session" in request.header else "executions"] += 1
+    self._counts["infra_errors"] += result.status == "infra_error"
+    request.future.set_result(dataclasses.replace(result, level=self.level))
+
+  def _fail(self, request: Request, why: str) -> None:
+    state: Any = "lost" if "session" in request.header else "none"
+    waited = asyncio.get_running_loop().time() - request.queued
+    attempt = max(1, request.attempt)
+    self._answer(request, ExecResult("infra_error", error=why, queue_s=waited, attempt=attempt, state=state))
 
   async def _watch(self) -> None:
-    """Replaces a zygote that has work but does not answer, e.g. because a snippet stopped it."""
+    """Replaces a parent that has work but does not answer, e.g. because a snippet stopped it."""
     ticks = 4
-    missed = 0
     while True:
       await asyncio.sleep(self.config.stall_s / ticks)
-      connection = self._connection
-      if connection is None or not self._requests:
-        missed = 0
-        continue
-      missed = 0 if connection.answered else missed + 1
-      if missed >= ticks:
-        missed = 0
-        logging.warning("the sandbox's zygote has not answered for %g s; it is killed", self.config.stall_s)
-        connection.kill()
-      elif connection.answered:
-        connection.ping()
+      for parent in [parent for group in self._groups for parent in group.parents]:
+        if not parent.running and parent.answered:
+          parent.missed = 0
+          self._retire(parent)
+          continue
+        parent.missed = 0 if parent.answered else parent.missed + 1
+        if parent.missed >= ticks:
+          parent.missed = 0
+          _log.warning("a parent process of the sandbox has not answered for %g s; killed", self.config.stall_s)
+          parent.kill()
+        elif parent.answered:
+          parent.ping()
 
 
 def _refusal(code: str) -> str:
@@ -284,152 +557,20 @@ def _refusal(code: str) -> str:
   return ""
 
 
-class _Connection(asyncio.Protocol):
-  """One zygote process and the socket to it."""
-
-  def __init__(self, owner: Interpreter, process: subprocess.Popen[bytes], directory: str, marker: str) -> None:
-    self.facts: dict[str, Any] = {}
-    self.answered = True
-    self._owner = owner
-    self._process = process
-    self._directory = directory
-    self._marker = marker
-    self._inbox = bytearray()
-    self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    self._transport: asyncio.Transport | None = None
-
-  @classmethod
-  async def open(cls, owner: Interpreter) -> _Connection:
-    """Starts a zygote; raises SandboxStartError if it does not say hello in time."""
-    ours, theirs = socket.socketpair()
-    marker = os.urandom(12).hex()
-    with theirs:
-      try:
-        process, directory = _spawn(owner.config, theirs, marker)
-      except OSError as error:
-        ours.close()
-        raise SandboxStartError(f"the sandbox's interpreter {owner.config.python!r} cannot be run: {error}") from error
-    self = cls(owner, process, directory, marker)
-    loop = asyncio.get_running_loop()
-    await loop.create_unix_connection(lambda: self, sock=ours)
-    try:
-      await asyncio.wait_for(self._hello, owner.config.start_timeout_s)
-    except (TimeoutError, ConnectionError) as error:
-      text = await asyncio.to_thread(_tail, os.path.join(directory, "stderr"))
-      await self.shut()
-      raise SandboxStartError(f"the sandbox's zygote did not start ({type(error).__name__}): {text}") from error
-    except asyncio.CancelledError:
-      await self.shut()
-      raise
-    return self
-
-  def connection_made(self, transport: asyncio.BaseTransport) -> None:
-    self._transport = cast(asyncio.Transport, transport)
-
-  def data_received(self, data: bytes) -> None:
-    inbox = self._inbox
-    inbox += data
-    while len(inbox) >= _LENGTH.size:
-      end = _LENGTH.size + _LENGTH.unpack_from(inbox)[0]
-      if len(inbox) < end:
-        return
-      message = json.loads(inbox[_LENGTH.size : end])
-      del inbox[:end]
-      if "hello" in message:
-        self.facts = message["hello"]
-        self._hello.set_result(None)
-      else:
-        self.answered = self.answered or "pong" in message
-        self._owner.on_message(message)
-
-  def connection_lost(self, _: Exception | None) -> None:
-    if not self._hello.done():
-      self._hello.set_exception(ConnectionResetError("it ended early"))
-    elif self.facts:
-      self._owner.on_lost()
-
-  def send(self, message: Mapping[str, Any]) -> None:
-    """Sends one frame; silently dropped if the zygote is gone, as `connection_lost` follows."""
-    data = json.dumps(message).encode()
-    if self._transport is not None and not self._transport.is_closing():
-      self._transport.write(_LENGTH.pack(len(data)) + data)
-
-  def submit(self, request_id: int, request: _Request) -> None:
-    self.send({"run": request_id, "code": request.code, "seed": request.seed, "limits": request.limits, "attempt": 1})
-
-  def ping(self) -> None:
-    self.answered = False
-    self.send({"ping": 1})
-
-  def kill(self) -> None:
-    self._process.kill()
-
-  async def shut(self) -> None:
-    """Closes the socket, at which the zygote kills all its descendants; returns when nothing is left."""
-    self.facts = {}
-    if self._transport is not None:
-      self._transport.abort()
-    await asyncio.to_thread(self._bury)
-
-  def _bury(self) -> None:
-    try:
-      self._process.wait(8.0)
-    except subprocess.TimeoutExpired:
-      self._process.kill()
-      self._process.wait()
-    if self._process.returncode != 0:  # it could not clean up itself
-      _kill_marked(self._marker)
-      zygote_module.remove_tree(self._directory)
-
-
-def _spawn(config: InterpreterConfig, control: socket.socket, marker: str) -> tuple[subprocess.Popen[bytes], str]:
-  """Starts the zygote without running any Python between fork and exec, so that it is safe beside threads."""
-  directory = tempfile.mkdtemp(prefix="agentic_rl-sandbox-", dir=config.scratch_dir or None)
-  fd = control.fileno()
-  settings = {"slots": config.resolved_slots(), "nice": config.nice, "preload": list(config.preload)}
-  environment = _ENVIRONMENT | dict(config.environment) | {"HOME": directory, "TMPDIR": directory, _MARKER: marker}
-  try:
-    with open(os.path.join(directory, "stderr"), "wb") as stderr:
-      process = subprocess.Popen(
-        [config.python, "-s", "-P", "-c", _BOOT, _PACKAGE_DIR, str(fd), directory, json.dumps(settings)],
-        pass_fds=[fd],
-        env=environment,
-        cwd=directory,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        start_new_session=True,
-      )
-  except OSError:
-    zygote_module.remove_tree(directory)
-    raise
-  return process, directory
-
-
-def _tail(path: str) -> str:
-  try:
-    with open(path, "rb") as file:
-      return file.read()[-2000:].decode("utf-8", "replace").strip() or "it said nothing"
-  except OSError as error:
-    return f"its stderr cannot be read: {error}"
-
-
-def _kill_marked(marker: str) -> None:
-  """Kills every process that was born with the marker in its environment: what a killed zygote left behind."""
-  word = f"{_MARKER}={marker}".encode()
-  for _ in range(100):  # more may be forked while we look
-    found = False
-    for name in os.listdir("/proc"):
-      if not name.isdigit():
-        continue
-      try:
-        with open(f"/proc/{name}/environ", "rb") as file:
-          marked = word in file.read()
-        if marked:
-          found = True
-          os.kill(int(name), signal.SIGKILL)
-      except OSError:  # gone, or not ours
-        continue
-    if not found:
-      return
-    time.sleep(0.01)
+def _checked_files(files: Mapping[str, bytes], fetch: Sequence[str], disk_mib: int) -> dict[str, bytes]:
+  if isinstance(fetch, str):
+    raise LimitsError(f"fetch must be a sequence of file names, got the str {fetch!r}")
+  for name in (*files, *fetch):
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if any(part in ("", ".", "..") or len(part.encode("utf-8", "replace")) > 200 for part in parts) or "\0" in name:
+      raise LimitsError(f"a file name must be a relative path inside the working directory, got {name!r}")
+    if not name.isprintable():
+      raise LimitsError(f"a file name must be printable, got {name!r}")
+  named = {}
+  for name, data in files.items():
+    if not isinstance(data, bytes | bytearray | memoryview):
+      raise LimitsError(f"the content of file {name!r} must be bytes, got {type(data).__name__}")
+    named[name] = bytes(data)
+  if len(named) > 1000 or sum(map(len, named.values())) > disk_mib << 20:
+    raise LimitsError(f"files must be at most 1000 and fit into disk_mib, {disk_mib} MiB")
+  return named

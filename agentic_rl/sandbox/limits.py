@@ -12,8 +12,23 @@ from typing import Any, Literal
 MAX_SOURCE_BYTES = 1_000_000
 """Longest source, in UTF-8 bytes; a longer one is `refused`."""
 
-Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "exit", "crash", "refused", "infra_error"]
+Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "disk", "exit", "crash", "refused", "infra_error"]
 """How an execution ended; see `ExecResult`."""
+
+LEVELS = ("process", "seccomp", "landlock", "namespace")
+"""Names of the isolation, weakest first; `python -m agentic_rl.sandbox --capabilities` says what each leaves open.
+
+* `process`: limits, clean environment, killed process tree. Files, network and other processes are reachable.
+* `seccomp`: besides, no network, no new processes, no signals or tracing; files are reachable.
+* `landlock`: besides, the content of no file but those of the interpreter and of the scratch directory.
+* `namespace`: besides, a root directory, process table, network and IPC of its own, and a size limit on scratch space.
+"""
+
+State = Literal["none", "kept", "rolled_back", "replayed", "lost"]
+"""What became of a session; see `ExecResult.state`."""
+
+Checkpoint = Literal["auto", "fork", "replay", "none"]
+"""What brings a session back after a turn that was killed; see `Interpreter.session`."""
 
 
 class SandboxError(Exception):
@@ -33,7 +48,11 @@ class SandboxStartError(SandboxError, RuntimeError):
 
 
 class SandboxClosedError(SandboxError, RuntimeError):
-  """The interpreter was used before `start` or after `close`."""
+  """The interpreter or the session was used before it was started or after it was closed."""
+
+
+class SandboxBusyError(SandboxError, RuntimeError):
+  """As many snippets wait as the config allows; try again later."""
 
 
 def _check_range(owner: str, name: str, value: Any, low: float, high: float, integral: bool) -> None:
@@ -52,11 +71,14 @@ class Limits:
 
   Attributes:
     wall_s: Seconds from the moment that the child is ready; then its process tree is killed (`timeout`).
-    cpu_s: CPU seconds of one process, rounded up to whole seconds by the kernel (`cpu`).
-    memory_mib: Address space beyond that of the zygote, per process (`memory` if the MemoryError is not caught).
+    cpu_s: CPU seconds (`cpu`).
+    memory_mib: Address space beyond that of the parent, per process (`memory` if the MemoryError is not caught).
+    disk_mib: Space for files in the scratch directory (OSError ENOSPC at level `namespace`, else `disk`).
     file_mib: Largest file that may be written (OSError EFBIG in the snippet).
     open_files: Open descriptors per process (OSError EMFILE).
-    processes: Processes and threads beyond those of the host (BlockingIOError). Does not bind for uid 0.
+    threads: Threads besides the first (RuntimeError). Under uid 0 without a spare uid only memory limits them.
+    processes: Processes besides the first (PermissionError or BlockingIOError). Needs level `namespace` or `process`;
+      at `process` the kernel exempts uid 0 from it.
     output_bytes: Bytes kept of each of stdout, stderr, value and error; the rest is dropped and counted.
     flood_mib: stdout and stderr together beyond this end the execution (`output`).
   """
@@ -64,9 +86,11 @@ class Limits:
   wall_s: float = 15.0
   cpu_s: float = 5.0
   memory_mib: int = 512
+  disk_mib: int = 32
   file_mib: int = 16
   open_files: int = 64
-  processes: int = 32
+  threads: int = 32
+  processes: int = 0
   output_bytes: int = 16_384
   flood_mib: int = 16
 
@@ -75,8 +99,10 @@ class Limits:
       ("wall_s", 0.01, 86_400, False),
       ("cpu_s", 0.01, 86_400, False),
       ("memory_mib", 16, 1 << 20, True),
+      ("disk_mib", 1, 1 << 20, True),
       ("file_mib", 0, 1 << 20, True),
       ("open_files", 16, 65_536, True),
+      ("threads", 0, 65_536, True),
       ("processes", 0, 65_536, True),
       ("output_bytes", 64, 16 << 20, True),
       ("flood_mib", 1, 1 << 16, True),
@@ -90,37 +116,64 @@ class InterpreterConfig:
 
   Attributes:
     slots: Snippets that run at the same time; further ones wait. 0 means max(4, CPUs of the host).
-    preload: Modules that the zygote imports before it forks, e.g. `("numpy", "sympy")`. A snippet then
-      imports them for nothing, but each fork is dearer; empty is best for snippets without imports.
+    queue: Snippets that may wait before `run` raises SandboxBusyError; 0 means any number.
+    preload: Groups of modules. Each group has parent processes of its own, started when first needed, that import and
+      warm up its modules and then fork; a snippet runs in the smallest group that covers the modules it names, and
+      imports them for nothing. None means: numpy, then sympy, then scipy, as far as `python` has them. The group
+      without modules always exists.
     python: Interpreter that runs the snippets. Give it its own virtual environment to keep the trainer's packages out.
     limits: Limits of a snippet that brings none.
+    min_isolation: The weakest of `LEVELS` that will do; below it the interpreter refuses to start.
+    max_isolation: The strongest to use, for measurements and for hosts where a stronger one is a nuisance.
+    sessions: Sessions that may be open at the same time.
     environment: Variables added to the small fixed environment that snippets see.
     nice: Nice value, also of the scheduler's autogroup where that is writable, so that the trainer goes first.
-    scratch_dir: Where the private working directories lie; empty means the system's temporary directory.
-    start_timeout_s: Longest start of a zygote, with its preloading.
-    stall_s: A zygote that does not answer for this long while work is in flight is killed and replaced.
+    total_memory_mib: Memory of all snippets together, enforced by a control group; 0 means no such limit. Refuses to
+      start where no control group can be made.
+    scratch_dir: Where the private directories lie; empty means the system's temporary directory.
+    start_timeout_s: Longest start of a parent, with its preloading.
+    stall_s: A parent that does not answer for this long while work is in flight is killed and replaced.
+    recycle_growth_mib: A parent whose own memory has grown by this much is replaced when its work is done.
   """
 
   slots: int = 0
-  preload: tuple[str, ...] = ()
+  queue: int = 0
+  preload: tuple[tuple[str, ...], ...] | None = None
   python: str = sys.executable
   limits: Limits = Limits()
+  min_isolation: str = "landlock"
+  max_isolation: str = "namespace"
+  sessions: int = 1024
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
   nice: int = 5
+  total_memory_mib: int = 0
   scratch_dir: str = ""
   start_timeout_s: float = 60.0
   stall_s: float = 15.0
+  recycle_growth_mib: int = 64
 
   def __post_init__(self) -> None:
     for name, low, high, integral in (
       ("slots", 0, 4096, True),
+      ("queue", 0, 1 << 20, True),
+      ("sessions", 1, 65_536, True),
       ("nice", 0, 19, True),
+      ("total_memory_mib", 0, 1 << 24, True),
       ("start_timeout_s", 0.1, 3600, False),
       ("stall_s", 0.3, 3600, False),
+      ("recycle_growth_mib", 1, 1 << 20, True),
     ):
       _check_range("InterpreterConfig", name, getattr(self, name), low, high, integral)
-    if isinstance(self.preload, str) or not all(isinstance(m, str) and m for m in self.preload):
-      raise LimitsError(f"InterpreterConfig.preload must be a sequence of module names, got {self.preload!r}")
+    for name in ("min_isolation", "max_isolation"):
+      if getattr(self, name) not in LEVELS:
+        raise LimitsError(f"InterpreterConfig.{name} must be one of {', '.join(LEVELS)}, got {getattr(self, name)!r}")
+    if LEVELS.index(self.min_isolation) > LEVELS.index(self.max_isolation):
+      raise LimitsError(
+        f"InterpreterConfig.min_isolation {self.min_isolation!r} is above max_isolation {self.max_isolation!r}"
+      )
+    for group in () if self.preload is None else self.preload:
+      if isinstance(group, str) or not all(isinstance(module, str) and module for module in group):
+        raise LimitsError(f"InterpreterConfig.preload must be groups of module names, got {group!r} as a group")
 
   def resolved_slots(self) -> int:
     """Number of slots, with the default filled in."""
@@ -135,12 +188,12 @@ class ExecResult:
   |---|---|
   | `ok` | ran to its end |
   | `error` | an exception, or source that does not compile; `error` has the traceback of the snippet's own frames |
-  | `timeout`, `cpu`, `output` | killed at that limit; what it had written so far is kept |
+  | `timeout`, `cpu`, `output`, `disk` | killed at that limit; what it had written so far is kept |
   | `memory` | an uncaught MemoryError |
   | `exit` | ended by `sys.exit`, `os._exit` or a broken result channel; `exit_code` tells the code |
   | `crash` | ended by a signal that no limit sent; `signal` tells which |
-  | `refused` | not run: the source has a NUL or a lone surrogate or is too long; `error` says which |
-  | `infra_error` | not the snippet's doing: the child died before it saw the snippet, or the zygote died |
+  | `refused` | not run: the source has a NUL or a lone surrogate or is too long, or the level allows no processes |
+  | `infra_error` | not the snippet's doing: its process died before it saw the snippet, or the parent process died |
 
   Attributes:
     status: See the table.
@@ -148,16 +201,20 @@ class ExecResult:
     stderr: The same for descriptor 2.
     value: `repr` of the last statement if that is an expression and not None, else empty.
     error: Traceback or message; empty when `ok`.
-    limit: Which limit ended it: `wall`, `cpu`, `memory`, `output`, or empty.
+    limit: Which limit ended it: `wall`, `cpu`, `memory`, `output`, `disk`, or empty.
     wall_s: Seconds from ready to the end.
     cpu_s: User and system seconds of the child and of its waited-for children.
     queue_s: Seconds that it waited for a slot.
-    max_rss_bytes: Peak resident memory of the child, shared pages of the zygote included.
+    max_rss_bytes: Peak resident memory of the child, shared pages of the parent included.
     exit_code: Exit status of `exit`, else None.
     signal: Signal number of `crash`, else 0.
     stdout_dropped, stderr_dropped, value_dropped, error_dropped: Bytes beyond `Limits.output_bytes` that were not kept.
-    attempt: 1, or 2 if the interpreter had to try again before the snippet ever started.
-    level: Name of the isolation that was in force.
+    files: Content of the files that were asked for and exist, by name.
+    state: `none` for a snippet of its own. In a session: `kept` (the next turn sees what this one did), `rolled_back`
+      (killed, the next turn sees the state before it), `replayed` (killed, or the process had gone; the state was
+      built anew from the session's turns) or `lost` (the next turn starts empty).
+    attempt: 1, or more if the interpreter had to try again before the snippet ever started.
+    level: Name of the isolation that was in force, one of `LEVELS`.
   """
 
   status: Status
@@ -176,8 +233,10 @@ class ExecResult:
   stderr_dropped: int = 0
   value_dropped: int = 0
   error_dropped: int = 0
+  files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+  state: State = "none"
   attempt: int = 1
-  level: str = "none"
+  level: str = "process"
 
   @property
   def ok(self) -> bool:

@@ -1,10 +1,9 @@
-"""The process that forks: one freshly forked, confined child for each snippet. Standard library only.
+"""The process that forks: one freshly forked, shut-in child for each snippet or session. Standard library only.
 
-It never runs an untrusted byte itself. It talks with the trainer over one socket, in frames of a big-endian u32 length
-and JSON; both ends are trusted. From the trainer: `{"run": id, "code", "seed", "limits", "attempt"}`, `{"cancel": id}`,
-`{"ping": n}`. To the trainer: first `{"hello": facts}`, then `{"started": [id...], "done": [result...], "pong": n}`. A
-request counts as started before its child exists, so that after a death of this process nobody runs a snippet twice
-unknowingly.
+It never runs an untrusted byte itself. It talks with the pool over one socket in the frames of `framing`; both ends are
+trusted. From the pool: `{"run": id, ...}`, a snippet, or with `"session"` a turn of a session that opens at its first;
+`{"cancel": id}`; `{"close": session}`; `{"ping": n}`. To the pool: first `{"hello": facts}`, then `{"done": result}`,
+`{"gone": [session...]}`, `{"pong": n}`.
 
 End of file on the socket means that the trainer is gone: all descendants are killed and the process ends.
 """
@@ -13,148 +12,71 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import gc
-import importlib
-import json
-import math
 import os
 import resource
 import select
 import signal
 import socket
-import stat
-import struct
-import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-from agentic_rl.sandbox import harness, lowlevel
+from agentic_rl.sandbox import execution as executions
+from agentic_rl.sandbox import framing, harness, isolation, lowlevel, seccomp
+from agentic_rl.sandbox.execution import Execution
+from agentic_rl.sandbox.scratch import remove_tree
+from agentic_rl.sandbox.turns import Session
 
-_LENGTH = struct.Struct(">I")
 _READ_BYTES = 65_536
-_READY_TIMEOUT_S = 20.0
 _CHILD_NICE = 4
-_MOST_ATTEMPTS = 2
-
-
-class _Execution:
-  """One running child and what it has said so far."""
-
-  def __init__(self, request: dict[str, Any], directory: str, received: float) -> None:
-    self.request = request
-    self.request_id: int = request["run"]
-    self.limits: dict[str, Any] = request["limits"]
-    self.directory = directory
-    self.started = time.monotonic()
-    self.queue_s = self.started - received
-    self.deadline = self.started + _READY_TIMEOUT_S
-    self.ready = False
-    self.reason = ""
-    self.pid = 0
-    self.fds: dict[int, int] = {}  # read end -> index into `kept`
-    self.kept = (bytearray(), bytearray(), bytearray())  # stdout, stderr, result
-    self.dropped = [0, 0, 0]
-    cap = self.limits["output_bytes"]
-    self.caps = (cap, cap, 1 + harness.HEADER.size + 2 * cap)
-
-  def take(self, index: int, data: bytes) -> None:
-    """Keeps as much of the data as its cap allows."""
-    room = self.caps[index] - len(self.kept[index])
-    self.kept[index].extend(data[:room])
-    self.dropped[index] += max(0, len(data) - room)
-    if index == 2 and not self.ready and self.kept[2][:1] == harness.READY:
-      self.ready = True
-      self.started = time.monotonic()
-      self.deadline = self.started + self.limits["wall_s"]
-
-  def flooded(self) -> bool:
-    written = sum(map(len, self.kept)) + sum(self.dropped)
-    return written > (self.limits["flood_mib"] << 20) + self.caps[2]
-
-
-def _parse_frame(data: bytes) -> dict[str, Any] | None:
-  """Reads what the child reported. The bytes may be forged: anything but one exact frame is None."""
-  size = harness.HEADER.size
-  if len(data) < size:
-    return None
-  magic, status, code, value_len, value_dropped, error_len, error_dropped = harness.HEADER.unpack_from(data)
-  if magic != harness.MAGIC or status >= len(harness.STATUSES) or len(data) != size + value_len + error_len:
-    return None
-  name = harness.STATUSES[status]
-  return {
-    "status": name,
-    "limit": "memory" if name == "memory" else "",
-    "exit_code": code if name == "exit" else None,
-    "value": data[size : size + value_len].decode("utf-8", "replace"),
-    "value_dropped": value_dropped,
-    "error": data[size + value_len :].decode("utf-8", "replace"),
-    "error_dropped": error_dropped,
-  }
-
-
-def _classify(execution: _Execution, wait_status: int, cpu_s: float) -> dict[str, Any]:
-  """How a child ended, from what is known for certain first and from what it claims last."""
-  killed_by = {
-    "wall": ("timeout", f"Killed after {execution.limits['wall_s']:g} s of wall time.\n"),
-    "output": ("output", f"Killed after writing more than {execution.limits['flood_mib']} MiB.\n"),
-    "cpu": ("cpu", f"Killed after {execution.limits['cpu_s']:g} s of CPU time.\n"),
-  }
-  signal_number = os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else 0
-  reason = execution.reason
-  if not execution.ready:
-    detail = bytes(execution.kept[2][1:]).decode("utf-8", "replace") or f"wait status {wait_status}"
-    return {"status": "infra_error", "error": f"the child died before it saw the snippet: {detail}"}
-  # The kernel enforces the limit on sampled ticks, which on a busy host run well ahead of the exact time told here.
-  soft = math.ceil(execution.limits["cpu_s"])
-  at_soft = signal_number == signal.SIGXCPU and cpu_s >= 0.5 * soft
-  at_hard = signal_number == signal.SIGKILL and cpu_s >= 0.7 * (soft + 1)
-  if not reason and (at_soft or at_hard):
-    reason = "cpu"
-  if reason in killed_by:
-    status, error = killed_by[reason]
-    return {"status": status, "limit": reason, "error": error}
-  if signal_number:
-    return {"status": "crash", "signal": signal_number, "error": f"Killed by signal {signal_number}.\n"}
-  exit_code = os.WEXITSTATUS(wait_status)
-  frame = _parse_frame(bytes(execution.kept[2][1:])) if exit_code == 0 and not execution.dropped[2] else None
-  return frame or {"status": "exit", "exit_code": exit_code}
+_MOST_BITES = 64
 
 
 class Zygote:
-  """Forks, watches and reaps children; answers the trainer. One thread, one epoll loop."""
+  """Forks, watches and reaps children; answers the pool. One thread, one epoll loop."""
 
-  def __init__(self, control: socket.socket, directory: str, slots: int) -> None:
+  def __init__(self, control: socket.socket, directory: str, plan: isolation.Plan, proc: lowlevel.OwnProc) -> None:
     control.setblocking(False)
     self._control = control
     self._directory = directory
-    self._slots = slots
-    self._inbox = bytearray()
+    self._plan = plan
+    self._proc = proc
+    self._inbox = framing.Inbox()
     self._outbox = bytearray()
     self._stuck = False  # the socket did not take all of the outbox
-    self._message: dict[str, Any] = {}
-    self._waiting: collections.deque[tuple[dict[str, Any], float]] = collections.deque()
-    self._to_fork: collections.deque[tuple[dict[str, Any], float]] = collections.deque()
-    self._running: dict[int, _Execution] = {}  # by process id
-    self._by_fd: dict[int, _Execution] = {}
-    self._sweepers: set[int] = set()
+    self._jobs: list[harness.Job] = []
+    self._running: dict[int, tuple[Execution, list[int]]] = {}  # by process id, with the read ends
+    self._sessions: dict[str, Session] = {}
+    self._by_pid: dict[int, Session] = {}  # the process that is the session now
+    self._retired: set[int] = set()  # processes of sessions that have handed over, and sweepers
+    self._handlers: dict[int, Callable[[], object]] = {}
+    self._uids: collections.deque[int] = collections.deque()
+    self._next_uid = 0
     self._count = 0
+    self._next_check = float("inf")
     self._pid = os.getpid()
-    self._children = lowlevel.Children()
+    self._own_table = plan.level == "namespace"
+    self._children = None if self._own_table else lowlevel.Children()
+    self._rules = isolation.landlock_rules() if plan.level == "landlock" else None
+    self._filters: dict[tuple[bool, bool], seccomp.Filter] = {}
     self._base_bytes = 0
-    self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     self._wake_in, self._wake_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
     self._epoll = select.epoll()
-    self._epoll.register(control, select.EPOLLIN)
-    self._epoll.register(self._wake_in, select.EPOLLIN)
+    self.watch(control.fileno(), lambda: None)
+    self.watch(self._wake_in, self._drain_wakeups)
 
   def serve(self, facts: dict[str, Any]) -> None:
-    """Runs until the trainer hangs up."""
+    """Runs until the pool hangs up."""
+    for sessions in (False, True):
+      self._filter(False, sessions)
     gc.collect()
     gc.freeze()
-    self._base_bytes = lowlevel.address_space_bytes()
-    self._message = {"hello": facts}
+    self._base_bytes = self._proc.address_space_bytes()
+    self.send({"hello": facts})
     control_fd = self._control.fileno()
     try:
       while True:
@@ -163,158 +85,271 @@ class Zygote:
           if fd == control_fd:
             if event & ~select.EPOLLOUT and not self._receive():
               return
-          elif fd == self._wake_in:
-            with contextlib.suppress(BlockingIOError):
-              os.read(fd, 4096)
-          elif fd in self._by_fd:
-            self._read(fd)
+          elif fd in self._handlers:
+            self._handlers[fd]()
         self._reap()
-        self._enforce_deadlines()
-        self._start_next()
+        if time.monotonic() >= self._next_check:
+          self._enforce_limits()
     finally:
       if os.getpid() == self._pid:
         self._kill_everything()
 
-  # -- the trainer's side --------------------------------------------------------------------------------------------
+  # -- the pool's side -----------------------------------------------------------------------------------------------
+
+  def send(self, header: dict[str, Any], body: list[bytes | bytearray] | None = None) -> None:
+    """Queues one frame for the pool."""
+    self._outbox += framing.pack(header, body or ())
+
+  def _flush(self) -> None:
+    if not self._outbox:
+      return
+    try:
+      sent = self._control.send(self._outbox)
+      framing.wipe(self._outbox, sent)
+      del self._outbox[:sent]
+    except BlockingIOError:
+      pass
+    except ConnectionError:
+      self._outbox.clear()  # the end of file follows
+    if self._stuck != bool(self._outbox):
+      self._stuck = not self._stuck
+      self._epoll.modify(self._control, select.EPOLLIN | (select.EPOLLOUT if self._stuck else 0))
 
   def _receive(self) -> bool:
-    """Takes in the trainer's frames; False at the end of file."""
+    """Takes in the pool's frames; False at the end of file."""
     try:
       data = self._control.recv(1 << 20)
     except BlockingIOError:
       return True
     except ConnectionError:
       return False
-    self._inbox += data
-    offset = 0
-    while len(self._inbox) - offset >= _LENGTH.size:
-      (size,) = _LENGTH.unpack_from(self._inbox, offset)
-      end = offset + _LENGTH.size + size
-      if len(self._inbox) < end:
-        break
-      self._handle(json.loads(self._inbox[offset + _LENGTH.size : end]))
-      offset = end
-    del self._inbox[:offset]
+    for header, body in self._inbox.frames(data):
+      self._handle(header, body)
     return bool(data)
 
-  def _handle(self, message: dict[str, Any]) -> None:
-    if "run" in message:
-      self._waiting.append((message, time.monotonic()))
-    elif "cancel" in message:
-      self._cancel(message["cancel"])
+  def _handle(self, header: dict[str, Any], body: bytearray) -> None:
+    if "run" in header:
+      sizes = header["sizes"]
+      parts = framing.split(body, sizes)
+      framing.wipe(body, len(body))
+      files = list(zip(header["files"], parts[2:], strict=True))
+      fork = header.get("checkpoint") == "fork"
+      job = harness.Job(header["limits"], header["seed"], parts[0], parts[1], files, header["fetch"], fork)
+      execution = Execution(header["run"], header["limits"], bool(header["fetch"]))
+      if "session" in header:
+        self._take_turn(header["session"], job, execution)
+      else:
+        self._run(job, execution)
+    elif "cancel" in header:
+      self._cancel(header["cancel"])
+    elif "close" in header:
+      session = self._sessions.get(header["close"])
+      if session is not None:
+        session.closed = True
+        self.kill_session(session)
     else:
-      self._message["pong"] = message["ping"]
+      self.send({"pong": header["ping"], "anonymous_bytes": self._proc.anonymous_bytes()})
 
   def _cancel(self, request_id: int) -> None:
-    for item in self._waiting:
-      if item[0]["run"] == request_id:
-        self._waiting.remove(item)
-        return
-    for execution in self._running.values():
+    for execution, _ in self._running.values():
       if execution.request_id == request_id:
         self._kill(execution, "cancel")
+    for session in self._sessions.values():
+      if session.turn is not None and session.turn.request_id == request_id:
+        session.turn.reason = "cancel"
+        self.kill_turn(session)
 
-  def _flush(self) -> None:
-    """Sends what is due, then forks those whose start has been told."""
-    if self._message:
-      data = json.dumps(self._message).encode()
-      self._outbox += _LENGTH.pack(len(data)) + data
-      self._message = {}
-    if self._outbox:
-      try:
-        del self._outbox[: self._control.send(self._outbox)]
-      except BlockingIOError:
-        pass
-      except ConnectionError:
-        self._outbox.clear()  # the end of file follows
-      if self._stuck != bool(self._outbox):
-        self._stuck = not self._stuck
-        self._epoll.modify(self._control, select.EPOLLIN | (select.EPOLLOUT if self._stuck else 0))
-    while self._to_fork and not self._outbox:
-      self._fork(*self._to_fork.popleft())
+  # -- forking -------------------------------------------------------------------------------------------------------
 
-  def _start_next(self) -> None:
-    """Announces the next requests. Stops while the trainer does not read, so that results never pile up here."""
-    if self._outbox:
-      return
-    while self._waiting and len(self._running) + len(self._to_fork) < self._slots:
-      item = self._waiting.popleft()
-      self._to_fork.append(item)
-      self._message.setdefault("started", []).append(item[0]["run"])
+  def _filter(self, processes: bool, listener: bool) -> seccomp.Filter | None:
+    if not self._plan.at_least("seccomp"):
+      return None
+    key = (processes, listener)
+    if key not in self._filters:
+      self._filters[key] = seccomp.Filter(processes=processes, fork_listener=listener, metadata=self._own_table)
+    return self._filters[key]
 
-  # -- the children's side -------------------------------------------------------------------------------------------
+  def _room(self, directory: str, uid: int, processes: int, listener: bool) -> harness.Room:
+    return harness.Room(
+      plan=self._plan,
+      parent=0 if self._own_table else self._pid,
+      base_bytes=self._base_bytes,
+      tasks=0 if uid else self._proc.tasks_of_host(),
+      uid=uid,
+      directory=directory,
+      nice=_CHILD_NICE,
+      filter=self._filter(processes > 0, listener),
+      rules=self._rules,
+      forget=self._forget,
+    )
 
   def _forget(self) -> None:
-    """In a child: drops everything that belongs to other requests."""
-    for store in (self._inbox, self._outbox, self._message, self._waiting, self._to_fork, self._running, self._by_fd):
+    """In a child: drops what belongs to others."""
+    self._inbox.clear()
+    framing.wipe(self._outbox, len(self._outbox))
+    for execution, _ in self._running.values():
+      for kept in execution.kept:
+        framing.wipe(kept, len(kept))
+    for session in self._sessions.values():
+      session.wipe()
+    for store in (self._outbox, self._running, self._sessions, self._by_pid, self._handlers, self._filters):
       store.clear()
 
-  def _fork(self, request: dict[str, Any], received: float) -> None:
+  def take_uid(self) -> int:
+    """A user id that no other child has, 0 where the user is kept."""
+    if not self._plan.first_uid:
+      return 0
+    if len(self._uids) > 1024:  # the longest unused one, so that nothing of its last user is left
+      return self._uids.popleft()
+    self._next_uid += 1
+    return self._plan.first_uid + self._next_uid % (isolation.MOST_USERS // 2)
+
+  def give_back(self, directory: str, uid: int) -> None:
+    """Returns what an ended child had."""
+    if uid:
+      self._uids.append(uid)
+    if directory != isolation.SCRATCH:
+      self._discard(directory)
+
+  def make_directory(self, uid: int) -> str:
+    """A working directory; at level `namespace` the child makes its own."""
+    if self._own_table:
+      return isolation.SCRATCH
     self._count += 1
     directory = os.path.join(self._directory, str(self._count))
-    pipes: list[int] = []
-    execution = _Execution(request, directory, received)
+    os.mkdir(directory, 0o700)
+    if uid:
+      os.chown(directory, uid, uid)
+    return directory
+
+  def fork(self, processes: int) -> int:
+    """Forks; with processes allowed, into a process table of its own, which dies with the child."""
+    if not processes or not self._own_table:
+      return os.fork()
+    lowlevel.unshare(lowlevel.CLONE_NEWPID)
     try:
-      os.mkdir(directory, 0o700)
+      pid = os.fork()
+    finally:
+      if os.getpid() == self._pid:
+        lowlevel.setns(self._proc.process_table, lowlevel.CLONE_NEWPID)
+    return pid
+
+  def _run(self, job: harness.Job, execution: Execution) -> None:
+    uid = self.take_uid()
+    pipes: list[int] = []
+    directory = isolation.SCRATCH
+    try:
+      directory = self.make_directory(uid)
       for _ in range(3):
         pipes += os.pipe()
-      pid = os.fork()
+      room = self._room(directory, uid, job.limits["processes"], False)
+      pid = self.fork(job.limits["processes"])
     except OSError as error:
       for fd in pipes:
         os.close(fd)
-      execution.kept[2].extend(b" " + repr(error).encode())
-      with contextlib.suppress(OSError):
-        os.rmdir(directory)
-      self._answer(execution, 1 << 8, None)
+      self.give_back(directory, uid)
+      execution.kept[executions.RESULT].extend(b" " + repr(error).encode())
+      self.send(*self._unstarted(execution))
       return
     readers, writers = pipes[::2], pipes[1::2]
     if pid == 0:
       try:
-        ends = (writers[0], writers[1], writers[2])
-        harness.child_main(request, self._pid, ends, self._base_bytes, directory, _CHILD_NICE, self._forget)
+        harness.run_once(job, room, writers)
       finally:
         os._exit(1)
-    execution.pid = pid
-    self._running[pid] = execution
+    framing.wipe(job.code, len(job.code))
+    framing.wipe(job.stdin, len(job.stdin))
+    execution.pid, execution.uid = pid, uid
+    execution.scratch = directory
+    if not self._own_table:
+      execution.directory = directory
+    self._running[pid] = execution, readers
+    self.plan_check(execution)
     for index, (reader, writer) in enumerate(zip(readers, writers, strict=True)):
       os.close(writer)
       os.set_blocking(reader, False)
-      execution.fds[reader] = index
-      self._by_fd[reader] = execution
-      self._epoll.register(reader, select.EPOLLIN)
+      self.watch(reader, functools.partial(self._read, execution, readers, index, reader))
 
-  def _read(self, fd: int) -> bool:
+  def _unstarted(self, execution: Execution) -> tuple[dict[str, Any], list[bytes | bytearray]]:
+    result, parts = executions.judge(execution, 1 << 8, 0.0)
+    header, body = executions.answer(execution, result, parts, 0.0, state="gone")
+    return {"done": header}, body
+
+  # -- reading -------------------------------------------------------------------------------------------------------
+
+  def watch(self, fd: int, handler: Callable[[], object]) -> None:
+    """Calls the handler whenever the descriptor can be read."""
+    self._handlers[fd] = handler
+    self._epoll.register(fd, select.EPOLLIN)
+
+  def unwatch(self, fd: int) -> None:
+    """Undoes `watch`, if it was done."""
+    if self._handlers.pop(fd, None) is not None:
+      self._epoll.unregister(fd)
+
+  def _drain_wakeups(self) -> None:
+    with contextlib.suppress(BlockingIOError):
+      os.read(self._wake_in, 4096)
+
+  def _read(self, execution: Execution, readers: list[int], index: int, fd: int) -> bool:
     """Takes one bite from a pipe; False if there is nothing more now."""
-    execution = self._by_fd[fd]
     try:
       data = os.read(fd, _READ_BYTES)
     except BlockingIOError:
       return False
     if not data:
-      self._close(execution, fd)
+      self._close(readers, fd)
       return False
-    execution.take(execution.fds[fd], data)
+    execution.take(index, data)
+    if index == executions.RESULT and not execution.ready and execution.kept[index][:1] == harness.READY:
+      execution.begin()
+      self.plan_check(execution)
     if execution.flooded():
       self._kill(execution, "output")
     return True
 
-  def _close(self, execution: _Execution, fd: int) -> None:
-    self._epoll.unregister(fd)
+  def _close(self, readers: list[int], fd: int) -> None:
+    self.unwatch(fd)
     os.close(fd)
-    del execution.fds[fd], self._by_fd[fd]
+    readers[readers.index(fd)] = -1
 
-  def _kill(self, execution: _Execution, reason: str) -> None:
+  # -- ending --------------------------------------------------------------------------------------------------------
+
+  def plan_check(self, execution: Execution) -> None:
+    """Looks at the execution's limits when it is due."""
+    self._next_check = min(self._next_check, execution.next_check)
+
+  def _patience(self) -> float | None:
+    if self._next_check == float("inf"):
+      return None
+    return max(0.0, self._next_check - time.monotonic())
+
+  def _enforce_limits(self) -> None:
+    now = time.monotonic()
+    self._next_check = float("inf")
+    for execution, _ in self._running.values():
+      if now >= execution.next_check and (reason := execution.overrun(now, lowlevel.cpu_seconds(execution.pid))):
+        self._kill(execution, reason)
+      if not execution.reason:
+        self.plan_check(execution)
+    for session in list(self._sessions.values()):
+      self._enforce_turn(session, now)
+
+  def _kill(self, execution: Execution, reason: str) -> None:
     execution.reason = execution.reason or reason
-    execution.deadline = float("inf")
     for send in (os.killpg, os.kill):  # the group may not exist yet
       with contextlib.suppress(ProcessLookupError, PermissionError):
         send(execution.pid, signal.SIGKILL)
 
   def _kill_strays(self) -> bool:
     """Kills children that we did not fork: daemons of snippets that the kernel gave to us. True if there were any."""
+    if self._children is None or self._plan.level != "process":
+      return False  # there are none: nothing can be forked, or it dies with its process table
+    known = self._running.keys() | self._retired | self._by_pid.keys()
+    known |= {session.turn.pid for session in self._sessions.values() if session.turn is not None}
     found = False
     for pid in self._children.pids():
-      if pid not in self._running and pid not in self._sweepers:
+      if pid not in known:
         found = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
           os.kill(pid, signal.SIGKILL)
@@ -330,64 +365,138 @@ class Zygote:
       if dead is None:
         return
       pid = dead.si_pid
-      if pid in self._running:  # it is still a zombie, so that its group id cannot have been given to others
+      session = self._by_pid.get(pid)
+      group = session.group if session is not None else pid if pid in self._running else 0
+      if group:  # there still is a zombie in it, so that its number cannot have been given to others
         with contextlib.suppress(ProcessLookupError, PermissionError):
-          os.killpg(pid, signal.SIGKILL)
+          os.killpg(group, signal.SIGKILL)
       _, status, usage = os.wait4(pid, 0)
-      self._sweepers.discard(pid)
-      execution = self._running.pop(pid, None)
-      if execution is not None:
-        self._finish(execution, status, usage)
+      self._retired.discard(pid)
+      if session is not None:
+        self._session_ended(session, status, usage)
+      elif pid in self._running:
+        self._finish(*self._running.pop(pid), status, usage)
       self._kill_strays()
 
-  def _finish(self, execution: _Execution, status: int, usage: resource.struct_rusage) -> None:
-    for fd in list(execution.fds):
+  def _finish(self, execution: Execution, readers: list[int], status: int, usage: resource.struct_rusage) -> None:
+    for index, fd in enumerate(readers):
       bites = 0
-      while bites < 64 and fd in execution.fds and self._read(fd):  # a dying stray may still be writing
-        bites += 1
-      if fd in execution.fds:
-        self._close(execution, fd)
-    self._discard(execution.directory)
-    self._answer(execution, status, usage)
-
-  def _answer(self, execution: _Execution, status: int, usage: resource.struct_rusage | None) -> None:
+      while readers[index] >= 0 and bites < _MOST_BITES and self._read(execution, readers, index, fd):
+        bites += 1  # a dying stray may still be writing
+      if readers[index] >= 0:
+        self._close(readers, fd)
+    self.give_back(execution.scratch, execution.uid)
     if execution.reason == "cancel":
       return
-    cpu_s = usage.ru_utime + usage.ru_stime if usage else 0.0
-    result = _classify(execution, status, cpu_s)
-    request = execution.request
-    attempt = request["attempt"]
-    if result["status"] == "infra_error" and attempt < _MOST_ATTEMPTS:
-      request["attempt"] = attempt + 1
-      self._waiting.appendleft((request, time.monotonic()))
+    cpu_s = usage.ru_utime + usage.ru_stime
+    result, parts = executions.judge(execution, status, cpu_s)
+    result["max_rss_bytes"] = usage.ru_maxrss * 1024
+    header, body = executions.answer(execution, result, parts, cpu_s, state="none")
+    self.send({"done": header}, body)
+
+  # -- sessions ------------------------------------------------------------------------------------------------------
+
+  def _take_turn(self, name: str, job: harness.Job, execution: Execution) -> None:
+    session = self._sessions.get(name)
+    if session is None:
+      try:
+        session = self._open_session(name, job)
+      except OSError as error:
+        execution.kept[executions.RESULT].extend(b" " + repr(error).encode())
+        self.send(*self._unstarted(execution))
+        return
+    session.turn = execution
+    session.job = job
+    self.plan_check(execution)
+    if session.opened:
+      session.send_turn()
+
+  def _open_session(self, name: str, job: harness.Job) -> Session:
+    uid = self.take_uid()
+    directory = isolation.SCRATCH
+    ends: list[int] = []
+    try:
+      directory = self.make_directory(uid)
+      pipes = [*os.pipe(), *os.pipe()]
+      ours, theirs = socket.socketpair()
+      ends = [*pipes, ours.detach(), theirs.detach()]
+      room = self._room(directory, uid, 0, job.fork)
+      pid = os.fork()
+    except OSError:
+      for fd in ends:
+        os.close(fd)
+      self.give_back(directory, uid)
+      raise
+    if pid == 0:
+      try:
+        harness.run_session(job, room, (ends[1], ends[3], ends[5]))
+      finally:
+        os._exit(1)
+    for fd in (ends[1], ends[3], ends[5]):
+      os.close(fd)
+    session = Session(self, name, pid, ends[4], (ends[0], ends[2]), uid, directory)
+    self._sessions[name] = session
+    self._by_pid[pid] = session
+    return session
+
+  def hand_over(self, session: Session, pid: int) -> None:
+    """The fork of a session is the session from now on; the old process ends."""
+    old, session.pid = session.pid, pid
+    del self._by_pid[old]
+    self._by_pid[pid] = session
+    self._retired.add(old)
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(old, signal.SIGKILL)
+
+  def kill_turn(self, session: Session) -> None:
+    """Ends what runs in a session; with a checkpoint, only the fork."""
+    turn = session.turn
+    if turn is not None and turn.pid and turn.pid != session.pid and session.is_member(turn.pid):
+      os.kill(turn.pid, signal.SIGKILL)
+      turn.next_check = turn.deadline = time.monotonic() + 2.0  # the old process has to report by then
+      self.plan_check(turn)
+    else:
+      self.kill_session(session)
+
+  def kill_session(self, session: Session) -> None:
+    """Ends all processes of a session."""
+    for send, target in ((os.killpg, session.group), (os.kill, session.pid)):
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        send(target, signal.SIGKILL)
+
+  def break_session(self, session: Session) -> None:
+    """Ends a session that has broken the protocol."""
+    if session.turn is not None:
+      session.turn.reason = session.turn.reason or "broken"
+    self.kill_session(session)
+
+  def _enforce_turn(self, session: Session, now: float) -> None:
+    turn = session.turn
+    if turn is None:
       return
-    result |= {
-      "id": execution.request_id,
-      "stdout": execution.kept[0].decode("utf-8", "replace"),
-      "stderr": execution.kept[1].decode("utf-8", "replace"),
-      "stdout_dropped": execution.dropped[0],
-      "stderr_dropped": execution.dropped[1],
-      "wall_s": time.monotonic() - execution.started,
-      "cpu_s": cpu_s,
-      "queue_s": execution.queue_s,
-      "max_rss_bytes": usage.ru_maxrss * 1024 if usage else 0,
-      "attempt": attempt,
-    }
-    self._message.setdefault("done", []).append(result)
+    if turn.reason:
+      if now >= turn.deadline:
+        self.kill_session(session)
+      else:
+        self.plan_check(turn)
+      return
+    if now >= turn.next_check and (reason := turn.overrun(now, lowlevel.cpu_seconds(turn.pid) if turn.pid else 0.0)):
+      turn.reason = reason
+      self.kill_turn(session)
+    else:
+      self.plan_check(turn)
 
-  def _patience(self) -> float | None:
-    if self._message or (not self._outbox and self._waiting and len(self._running) < self._slots):
-      return 0
-    deadline = min((e.deadline for e in self._running.values()), default=float("inf"))
-    if deadline == float("inf"):
-      return None
-    return max(0.0, deadline - time.monotonic())
-
-  def _enforce_deadlines(self) -> None:
-    now = time.monotonic()
-    for execution in self._running.values():
-      if now >= execution.deadline:
-        self._kill(execution, "wall")
+  def _session_ended(self, session: Session, status: int, usage: resource.struct_rusage) -> None:
+    del self._by_pid[session.pid], self._sessions[session.name]
+    turn = session.turn
+    if turn is not None:
+      session.drain()
+      cpu_s = usage.ru_utime + usage.ru_stime - turn.cpu_before
+      session.answer(*executions.judge(turn, status, cpu_s), state="gone", cpu_s=cpu_s)
+    elif not session.closed:
+      self.send({"gone": [session.name]})
+    session.close()
+    self.give_back(session.directory, session.uid)
 
   # -- cleaning up ---------------------------------------------------------------------------------------------------
 
@@ -402,7 +511,7 @@ class Zygote:
       remove_tree(directory)
       return
     if pid:
-      self._sweepers.add(pid)
+      self._retired.add(pid)
       return
     try:
       self._control.close()
@@ -412,91 +521,22 @@ class Zygote:
 
   def _kill_everything(self) -> None:
     signal.set_wakeup_fd(-1)
-    give_up = time.monotonic() + 5.0
-    for execution in self._running.values():
+    for execution, _ in self._running.values():
       self._kill(execution, "cancel")
+    for session in self._sessions.values():
+      self.kill_session(session)
+    if self._own_table:
+      return  # everything dies with this process
     self._running.clear()
-    self._sweepers.clear()
-    while (self._kill_strays() or self._children.pids()) and time.monotonic() < give_up:
+    self._by_pid.clear()
+    self._sessions.clear()
+    self._retired.clear()
+    give_up = time.monotonic() + 5.0
+    while self._children is not None and time.monotonic() < give_up:
+      self._kill_strays()
       with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
           continue
+      if not self._children.pids():
+        break
       time.sleep(0.002)
-    remove_tree(self._directory)
-
-
-def remove_tree(top: str) -> None:
-  """Removes a directory whatever depth, names and modes its content has; does not follow symbolic links.
-
-  Nested directories are first moved up into `top`, so that no path grows long and nothing recurses.
-  """
-  moved = 0
-  progress = True
-  while progress:
-    progress = False
-    with contextlib.suppress(OSError):
-      os.chmod(top, stat.S_IRWXU)
-    for path in _entries(top):
-      with contextlib.suppress(OSError):
-        if os.path.islink(path) or not os.path.isdir(path):
-          os.unlink(path)
-        else:
-          os.chmod(path, stat.S_IRWXU)
-          for inner in _entries(path):
-            moved += 1
-            if os.path.islink(inner) or not os.path.isdir(inner):
-              os.unlink(inner)
-            else:
-              os.chmod(inner, stat.S_IRWXU)  # a directory that changes its parent must be writable
-              os.rename(inner, os.path.join(top, f"{time.monotonic_ns()}-{moved}"))
-          os.rmdir(path)
-        progress = True
-  with contextlib.suppress(OSError):
-    os.rmdir(top)
-
-
-def _entries(directory: str) -> list[str]:
-  try:
-    return [os.path.join(directory, name) for name in os.listdir(directory)]
-  except OSError:
-    return []
-
-
-def _calm_down(nice: int) -> bool:
-  """Lets the trainer go first; the zygote itself stays a little more eager than its children."""
-  os.nice(nice)
-  return lowlevel.set_autogroup_nice(os.getpid(), nice)
-
-
-def main(arguments: list[str]) -> None:
-  """Starts the zygote.
-
-  Args:
-    arguments: Descriptor of the control socket, scratch directory, and JSON with `slots`, `nice` and `preload`.
-  """
-  control = socket.socket(fileno=int(arguments[0]))
-  control.set_inheritable(False)
-  config = json.loads(arguments[2])
-  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)  # the trainer's end of file is the one way to stop
-  autogroup = _calm_down(config["nice"])
-  hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-  most = harness.MOST_DESCRIPTORS
-  resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard == resource.RLIM_INFINITY else min(hard, most), hard))
-  sys.set_int_max_str_digits(0)  # the CPU limit bounds long conversions
-  for name in config["preload"]:
-    importlib.import_module(name)
-  facts = {
-    "subreaper": lowlevel.become_subreaper(),
-    "no_new_privileges": lowlevel.forbid_new_privileges(),
-    "capabilities_dropped": lowlevel.drop_capabilities(),
-    "autogroup": autogroup,
-    "process_limit": os.geteuid() != 0,
-    "pid": os.getpid(),
-    "python": sys.version.split()[0],
-  }
-  harness.make_streams()
-  sys.argv = [""]
-  for name in [n for n in sys.modules if n.split(".")[0] == "agentic_rl"]:
-    del sys.modules[name]  # snippets see the modules of a plain interpreter
-  Zygote(control, arguments[1], config["slots"]).serve(facts)

@@ -1,0 +1,282 @@
+"""The zygote's side of a session: which process it is, its channel, and the turn that runs. Standard library only."""
+
+from __future__ import annotations
+
+import array
+import functools
+import os
+import socket
+import struct
+from typing import TYPE_CHECKING, Any
+
+from agentic_rl.sandbox import execution as executions
+from agentic_rl.sandbox import framing, harness, lowlevel, seccomp
+from agentic_rl.sandbox.execution import Execution
+
+if TYPE_CHECKING:
+  from agentic_rl.sandbox.zygote import Zygote
+
+_READ_BYTES = 65_536
+_MOST_BITES = 64
+_CREDENTIALS = struct.Struct("=iII")  # process, user and group of a sender, filled in by the kernel
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_CREDENTIALS.size)
+
+
+class Session:
+  """One session.
+
+  Everything that comes out of the channel may be forged by the session's own snippets. It is taken as bounded bytes in
+  a fixed order, and whoever breaks the order loses the session; whose process has written is told by the kernel.
+
+  Attributes:
+    name: Name that the pool gave it.
+    pid: Process that is the session now; a turn with a checkpoint runs in a fork of it.
+    group: Process group of all its processes.
+    turn: The execution that runs, or None.
+    job: What the turn is to run.
+    opened: Whether it has set itself up.
+    closed: Whether the pool has asked for its end.
+  """
+
+  def __init__(
+    self, zygote: Zygote, name: str, pid: int, channel: int, outputs: tuple[int, int], uid: int, directory: str
+  ) -> None:
+    self.name, self.pid, self.group = name, pid, pid
+    self.uid, self.directory = uid, directory
+    self.turn: Execution | None = None
+    self.job: harness.Job | None = None
+    self.opened = False
+    self.closed = False
+    self._zygote = zygote
+    self._outputs = list(outputs)
+    self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=channel)
+    self._channel.setblocking(False)
+    self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    self._inbox = bytearray()
+    self._outbox = b""
+    self._gate: seccomp.ForkGate | None = None
+    self._may_fork = False
+    for fd in outputs:
+      os.set_blocking(fd, False)
+    zygote.watch(channel, self._read_channel)
+
+  def is_member(self, pid: int) -> bool:
+    """Whether a living process belongs to the session."""
+    try:
+      return os.getpgid(pid) == self.group
+    except ProcessLookupError:
+      return False
+
+  def send_turn(self) -> None:
+    """Hands the job to the session's process."""
+    job = self.job
+    if job is None or self.turn is None:
+      return
+    self.job = None
+    header = {
+      "sizes": [len(job.code), len(job.stdin)],
+      "limits": job.limits,
+      "fetch": list(job.fetch),
+      "fork": job.fork,
+    }
+    self._may_fork = job.fork
+    self._outbox = framing.pack(header, [job.code, job.stdin])
+    framing.wipe(job.code, len(job.code))
+    framing.wipe(job.stdin, len(job.stdin))
+    for index, fd in enumerate(self._outputs):
+      if fd >= 0:
+        self._zygote.watch(fd, functools.partial(self._read_output, index))
+    self._send()
+
+  def _send(self) -> None:
+    """Writes what the channel takes; its process reads while it waits for a turn, so the rest follows at once."""
+    self._channel.settimeout(1.0)
+    try:
+      self._channel.sendall(self._outbox)
+    except OSError:
+      self._zygote.break_session(self)
+    finally:
+      self._channel.setblocking(False)
+      self._outbox = b""
+
+  def wipe(self) -> None:
+    """In a child of the zygote: forgets what the session has said and what it is to run."""
+    if self.turn is not None:
+      for kept in self.turn.kept:
+        framing.wipe(kept, len(kept))
+    if self.job is not None:
+      framing.wipe(self.job.code, len(self.job.code))
+    framing.wipe(self._inbox, len(self._inbox))
+
+  # -- what it says --------------------------------------------------------------------------------------------------
+
+  def _read_output(self, index: int) -> bool:
+    fd = self._outputs[index]
+    try:
+      data = os.read(fd, _READ_BYTES)
+    except BlockingIOError:
+      return False
+    if not data:
+      self._zygote.unwatch(fd)
+      os.close(fd)
+      self._outputs[index] = -1
+      return False
+    turn = self.turn
+    if turn is not None:
+      turn.take(index, data)
+      if turn.flooded() and not turn.reason:
+        turn.reason = "output"
+        self._zygote.kill_turn(self)
+    return True
+
+  def drain(self) -> None:
+    """Takes in what the turn has written, and stops listening until the next."""
+    for index in range(len(self._outputs)):
+      bites = 0
+      while bites < _MOST_BITES and self._outputs[index] >= 0 and self._read_output(index):
+        bites += 1
+      if self._outputs[index] >= 0:
+        self._zygote.unwatch(self._outputs[index])
+
+  def _read_channel(self) -> None:
+    room = _ANCILLARY_BYTES if self.opened else 2 * _ANCILLARY_BYTES
+    try:
+      data, ancillary, _, _ = self._channel.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    except BlockingIOError:
+      return
+    except ConnectionError:
+      data, ancillary = b"", []
+    sender = 0
+    for level, kind, content in ancillary:
+      if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+        sender = _CREDENTIALS.unpack(content)[0]
+      elif level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+        self._take_listener(content)
+    if not data:
+      self._zygote.unwatch(self._channel.fileno())
+      self._zygote.kill_session(self)
+    elif not self.opened:
+      self._open(data)
+    else:
+      self._inbox += data
+      while self._inbox and self._take(sender):
+        continue
+
+  def _take_listener(self, content: bytes) -> None:
+    fds = array.array("i")
+    fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    for fd in fds:
+      if self.opened or self._gate is not None:
+        os.close(fd)
+      else:
+        self._gate = seccomp.ForkGate(fd)
+        self._zygote.watch(fd, self._decide_fork)
+
+  def _open(self, data: bytes) -> None:
+    if data == harness.READY:
+      self.opened = True
+      self.send_turn()
+    else:
+      if self.turn is not None:
+        self.turn.kept[executions.RESULT].extend(data)
+      self._zygote.break_session(self)
+
+  def _decide_fork(self) -> None:
+    """Lets the session's process fork once a turn, and nobody else ever."""
+    if self._gate is None:
+      return
+    asked = self._gate.receive()
+    if asked is None:
+      return
+    notification, pid = asked
+    if self._may_fork and pid == self.pid:
+      self._may_fork = False
+      self._gate.allow(notification)
+    else:
+      self._gate.deny(notification)
+
+  def _take(self, sender: int) -> bool:
+    """Takes one message from the inbox; False if it is not complete or the session is broken."""
+    turn, inbox = self.turn, self._inbox
+    if turn is None or turn.reason == "broken":
+      self._zygote.break_session(self)
+      inbox.clear()
+      return False
+    first = bytes(inbox[:1])
+    if first == harness.READY and not turn.ready:
+      del inbox[:1]
+      return self._begin(turn, sender)
+    if first == harness.DIED:
+      return self._rolled_back(turn)
+    if not turn.ready:
+      return self._broken()
+    length = executions.frame_length(inbox)
+    if length < 0 or length > turn.result_room or (0 < length < len(inbox)):
+      return self._broken()
+    if not length or len(inbox) < length:
+      return False
+    frame = executions.parse_frame(inbox)
+    inbox.clear()
+    if frame is None:
+      return self._broken()
+    if turn.reason:  # it was faster than the kill; the turn is over, as it should be
+      return False
+    cpu_s = lowlevel.cpu_seconds(turn.pid) - turn.cpu_before
+    self.drain()
+    if turn.pid != self.pid:
+      self._zygote.hand_over(self, turn.pid)
+    result, parts = frame
+    self.answer(result, parts, state="kept", cpu_s=cpu_s)
+    return True
+
+  def _begin(self, turn: Execution, sender: int) -> bool:
+    turn.pid = sender  # the kernel's word; it may be dead by now
+    turn.cpu_before = lowlevel.cpu_seconds(sender) if sender == self.pid else 0.0
+    turn.begin()
+    if turn.reason:  # killed before it began
+      self._zygote.kill_turn(self)
+    self._zygote.plan_check(turn)
+    return True
+
+  def _rolled_back(self, turn: Execution) -> bool:
+    """The old process says that the fork has died, which has to be true."""
+    inbox = self._inbox
+    if len(inbox) < harness.DEATH.size:
+      return False
+    _, status, cpu_s, peak = harness.DEATH.unpack_from(inbox)
+    if len(inbox) > harness.DEATH.size or (turn.pid and (turn.pid == self.pid or self.is_member(turn.pid))):
+      return self._broken()
+    inbox.clear()
+    self.drain()
+    result, parts = executions.judge(turn, status, cpu_s)
+    result["max_rss_bytes"] = peak
+    self.answer(result, parts, state="rolled_back", cpu_s=cpu_s)
+    return True
+
+  def _broken(self) -> bool:
+    self._inbox.clear()
+    self._zygote.break_session(self)
+    return False
+
+  # -- ending --------------------------------------------------------------------------------------------------------
+
+  def answer(self, result: dict[str, Any], parts: list[bytes], *, state: str, cpu_s: float | None = None) -> None:
+    """Tells the pool how the turn ended."""
+    turn, self.turn, self.job = self.turn, None, None
+    self._may_fork = False
+    if turn is None or turn.reason == "cancel":
+      return
+    header, body = executions.answer(turn, result, parts, cpu_s or 0.0, state=state)
+    self._zygote.send({"done": header}, body)
+
+  def close(self) -> None:
+    """Lets go of the descriptors."""
+    self.drain()
+    for fd in self._outputs:
+      if fd >= 0:
+        os.close(fd)
+    self._zygote.unwatch(self._channel.fileno())
+    self._channel.close()
+    if self._gate is not None:
+      self._zygote.unwatch(self._gate.fileno())
+      self._gate.close()

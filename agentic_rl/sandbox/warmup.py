@@ -1,0 +1,8 @@
+"""x"""
+
+from collections.abc import Iterable
+
+
+def warm(modules: Iterable[str]) -> dict[str, str]:
+  """x"""
+  return {}
