@@ -6,30 +6,21 @@ async with await Interpreter.start(InterpreterConfig()) as interpreter:
 assert result.status == "ok" and result.value == "45"
 ```
 
-A zygote process, started afresh and free of the trainer's modules, forks one child for each snippet.
+A parent process, started afresh and free of the trainer's modules, forks one child for each snippet or session. Groups
+of modules (numpy, sympy, scipy) have parents of their own, which have imported and warmed them up.
 
-What is covered:
+What is covered at every level (`LEVELS`):
 
-* Wall time, CPU time, address space, file size, open files, output; processes too unless the user is root.
-* The whole process tree of a snippet is killed when it ends, daemons included. When the trainer dies, by whatever
-  signal, all of it ends. Processes that outlive even a killed zygote are found by a mark in their environment.
-* A clean environment, no inherited descriptor, a private working directory that is removed, /dev/null as stdin.
-* No new privileges, and no capabilities: under root, a snippet cannot raise its limits, nor read the memory or the
-  environment of the trainer.
+* Wall and CPU time, memory, file size, open files, output, disk space.
+* The whole process tree of a snippet is killed when it ends. When the trainer dies, by whatever signal, all of it ends.
+* A clean environment, no inherited descriptor, a private working directory that is removed, no terminal.
+* No new privileges and no capabilities; a user of its own where the host allows that.
 * Typed results. Nothing that a snippet writes is parsed as anything but bounded bytes.
 
-What is not covered:
-
-* Files. A snippet can read what the trainer's user can read, write what it can write, and see the host's processes.
-* The network: a snippet can open connections.
-* Signals: a snippet can kill or stop processes of the same user, the trainer and the zygote among them. A killed or
-  stopped zygote is replaced, and what ran is reported as `infra_error`: by this one way a snippet can cause one, also
-  to others. Without root it can also read the environment and the memory of the trainer.
-* Disk space as a whole, and the number of processes under root. Wall time bounds both.
-* Memory as a whole: the limit is per process. Faults of the kernel.
-
-Run it in a container of its own where that matters. `python -m agentic_rl.sandbox --capabilities` prints what is in
-force.
+From `seccomp` on there are no other processes, no network and no signals to others, so that a snippet cannot feign a
+failure of the infrastructure; from `landlock` on no files but the interpreter's; at `namespace` a root directory of its
+own. The strongest level that the host allows is found and tested at start; `InterpreterConfig.min_isolation` refuses to
+run below. `python -m agentic_rl.sandbox --capabilities` prints what is in force and what it leaves open.
 """
 
 from __future__ import annotations
@@ -38,28 +29,36 @@ from agentic_rl.sandbox.interpreter import Interpreter
 from agentic_rl.sandbox.limits import (
   LEVELS,
   MAX_SOURCE_BYTES,
+  Checkpoint,
   ExecResult,
   InterpreterConfig,
   Limits,
   LimitsError,
+  SandboxBusyError,
   SandboxClosedError,
   SandboxError,
   SandboxStartError,
   SourceTypeError,
+  State,
   Status,
 )
+from agentic_rl.sandbox.session import Session
 
 __all__ = [
   "LEVELS",
   "MAX_SOURCE_BYTES",
+  "Checkpoint",
   "ExecResult",
   "Interpreter",
   "InterpreterConfig",
   "Limits",
   "LimitsError",
+  "SandboxBusyError",
   "SandboxClosedError",
   "SandboxError",
   "SandboxStartError",
+  "Session",
   "SourceTypeError",
+  "State",
   "Status",
 ]

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from agentic_rl.sandbox import harness
+from agentic_rl.sandbox.limits import DIED_EARLY
 from agentic_rl.sandbox.scratch import disk_bytes
 
 READY_TIMEOUT_S = 20.0
@@ -157,7 +158,7 @@ def judge(execution: Execution, wait_status: int, cpu_s: float) -> tuple[dict[st
   reason = execution.reason
   if not execution.ready:
     detail = bytes(said[1:]).decode("utf-8", "replace") or f"wait status {wait_status}"
-    text = f"the child died before it saw the snippet: {detail}"
+    text = f"{DIED_EARLY}: {detail}"
     return {"status": "infra_error"}, [b"", text.encode()]
   # The kernel's own limit, a second later, on sampled ticks that on a busy host run ahead of the exact time.
   kernel_s = math.ceil(limits["cpu_s"]) + 1

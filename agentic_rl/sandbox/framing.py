@@ -21,31 +21,58 @@ def pack(header: dict[str, Any], body: Sequence[bytes | bytearray] = ()) -> byte
 
 
 class Inbox:
-  """Collects bytes and cuts them into frames. What has been taken out is overwritten with zeros."""
+  """Collects bytes and cuts them into frames. What has been taken out is overwritten with zeros.
 
-  def __init__(self) -> None:
-    self._data = bytearray()
+  The bytes lie in one buffer, which is wiped before it is given up, so that no copy stays behind in the heap.
+  """
 
-  def frames(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytearray]]:
-    """Takes in bytes; yields the header and the body of each frame that is now complete."""
-    self._data += data
+  def __init__(self, size: int = 1 << 16) -> None:
+    self._buffer = bytearray(size)
+    self._begin = self._end = 0
+
+  def free(self) -> memoryview:
+    """Room to receive into; say `received` how much came."""
+    if self._end == len(self._buffer):
+      held = self._end - self._begin
+      old, self._buffer = self._buffer, bytearray(max(len(self._buffer), 2 * held))
+      self._buffer[:held] = memoryview(old)[self._begin : self._end]
+      wipe(old, len(old))
+      self._begin, self._end = 0, held
+    return memoryview(self._buffer)[self._end :]
+
+  def received(self, count: int) -> None:
+    """Bytes have been put into `free`."""
+    self._end += count
+
+  def feed(self, data: bytes) -> None:
+    """Takes in bytes."""
     offset = 0
-    while len(self._data) - offset >= _LENGTHS.size:
-      header_bytes, body_bytes = _LENGTHS.unpack_from(self._data, offset)
-      middle = offset + _LENGTHS.size + header_bytes
-      end = middle + body_bytes
-      if len(self._data) < end:
-        break
-      header = json.loads(self._data[offset + _LENGTHS.size : middle])
-      yield header, self._data[middle:end]
-      offset = end
-    wipe(self._data, offset)
-    del self._data[:offset]
+    while offset < len(data):
+      with self.free() as room:
+        count = min(len(room), len(data) - offset)
+        room[:count] = data[offset : offset + count]
+      self.received(count)
+      offset += count
+
+  def frames(self) -> Iterator[tuple[dict[str, Any], bytearray]]:
+    """Yields the header and the body of each complete frame."""
+    while self._end - self._begin >= _LENGTHS.size:
+      header_bytes, body_bytes = _LENGTHS.unpack_from(self._buffer, self._begin)
+      start = self._begin + _LENGTHS.size
+      middle, end = start + header_bytes, start + header_bytes + body_bytes
+      if self._end < end:
+        return
+      header, body = json.loads(self._buffer[start:middle]), self._buffer[middle:end]
+      self._buffer[self._begin : end] = bytes(end - self._begin)
+      self._begin = end
+      if self._begin == self._end:
+        self._begin = self._end = 0
+      yield header, body
 
   def clear(self) -> None:
     """Forgets everything."""
-    wipe(self._data, len(self._data))
-    self._data.clear()
+    self._buffer[self._begin : self._end] = bytes(self._end - self._begin)
+    self._begin = self._end = 0
 
 
 def wipe(data: bytearray, count: int) -> None:

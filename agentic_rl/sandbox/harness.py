@@ -54,7 +54,6 @@ MOST_DESCRIPTORS = 65_536
 _RESULT_FD = 3
 _RULESET_FD = 4
 _MEMORY_RESERVE = 64 << 20  # for the report on a MemoryError
-_READ_BYTES = 1 << 20
 _NOTE = "Note: this sandbox has no network, starts no processes and opens no files but its own.\n"
 _BUILTINS = dict(vars(builtins))
 _builtins = vars(builtins)
@@ -363,8 +362,6 @@ def run_once(job: Job, room: Room, ends: Sequence[int]) -> None:
     _seed(job.seed)
     room.forget()
     namespace = _make_main()
-    source = bytearray(job.code)
-    framing.wipe(job.code, len(job.code))
     gc.enable()
     os.write(_RESULT_FD, READY)
   except BaseException as error:
@@ -373,7 +370,7 @@ def run_once(job: Job, room: Room, ends: Sequence[int]) -> None:
   exit_code = 1
   pid = os.getpid()
   try:
-    outcome = _outcome(source, "<snippet>", namespace, note)
+    outcome = _outcome(job.code, "<snippet>", namespace, note)
     if os.getpid() == pid:  # else the snippet has forked and this is not the one that reports
       _report(outcome, job)
     exit_code = 0
@@ -420,10 +417,12 @@ def _take_turns(channel: socket.socket, namespace: dict[str, Any], note: str) ->
   memory = resource.getrlimit(resource.RLIMIT_AS)
   turn = 0
   while True:
-    data = channel.recv(_READ_BYTES)
-    if not data:
+    with inbox.free() as room:
+      count = channel.recv_into(room)
+    if not count:
       os._exit(0)
-    for header, body in inbox.frames(data):
+    inbox.received(count)
+    for header, body in inbox.frames():
       turn += 1
       code, stdin = framing.split(body, header["sizes"])
       job = Job(header["limits"], 0, code, stdin, [], header["fetch"], header["fork"])

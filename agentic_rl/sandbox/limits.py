@@ -31,6 +31,10 @@ Checkpoint = Literal["auto", "fork", "replay", "none"]
 """What brings a session back after a turn that was killed; see `Interpreter.session`."""
 
 
+DIED_EARLY = "the process died before it saw the snippet"
+"""Begins the `error` of an `infra_error` of a single snippet."""
+
+
 class SandboxError(Exception):
   """Root of the errors that the interpreter raises."""
 

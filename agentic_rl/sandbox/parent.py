@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 from agentic_rl.sandbox import framing, lowlevel, scratch
 from agentic_rl.sandbox.limits import ExecResult, InterpreterConfig, SandboxStartError
@@ -103,7 +103,9 @@ class Parent(asyncio.Protocol):
     answered: Whether it has answered the last ping.
   """
 
-  def __init__(self, owner: Owner, process: subprocess.Popen[bytes], directory: str, mark: str) -> None:
+  def __init__(
+    self, owner: Owner, process: subprocess.Popen[bytes], directory: str, mark: str, stderr: IO[bytes]
+  ) -> None:
     self.facts: dict[str, Any] = {}
     self.running: dict[int, Request] = {}
     self.sessions: set[str] = set()
@@ -115,8 +117,10 @@ class Parent(asyncio.Protocol):
     self._process = process
     self._directory = directory
     self._mark = mark
+    self._stderr = stderr
     self._inbox = framing.Inbox()
     self._first_bytes = 0
+    self._last_words = ""
     self._dead = False
     self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     self._transport: asyncio.Transport | None = None
@@ -126,20 +130,22 @@ class Parent(asyncio.Protocol):
     """Starts one and waits until it can fork; raises SandboxStartError if it does not get there in time."""
     ours, theirs = socket.socketpair()
     mark = os.urandom(12).hex()
+    stderr = tempfile.TemporaryFile(dir=owner.config.scratch_dir or None)
     with theirs:
       try:
-        process, directory = _spawn(owner.config, theirs, mark, preload)
+        process, directory = _spawn(owner.config, theirs, mark, preload, stderr)
       except OSError as error:
         ours.close()
+        stderr.close()
         raise SandboxStartError(f"the sandbox's interpreter {owner.config.python!r} cannot be run: {error}") from error
-    self = cls(owner, process, directory, mark)
+    self = cls(owner, process, directory, mark, stderr)
     loop = asyncio.get_running_loop()
     try:
       await loop.create_unix_connection(lambda: self, sock=ours)
       await asyncio.wait_for(self._hello, owner.config.start_timeout_s)
     except (TimeoutError, ConnectionError) as error:
-      text = await asyncio.to_thread(_tail, os.path.join(directory, "stderr"))
       await self.shut()
+      text = self.last_words
       what = f"with {', '.join(preload)} " if preload else ""
       raise SandboxStartError(
         f"the sandbox's parent process {what}did not start ({type(error).__name__}): {text}"
@@ -155,7 +161,8 @@ class Parent(asyncio.Protocol):
     self._transport = cast(asyncio.Transport, transport)
 
   def data_received(self, data: bytes) -> None:
-    for header, body in self._inbox.frames(data):
+    self._inbox.feed(data)
+    for header, body in self._inbox.frames():
       if "done" in header:
         self._owner.on_done(self, header["done"], body)
       elif "pong" in header:
@@ -198,6 +205,11 @@ class Parent(asyncio.Protocol):
     if self._transport is not None:
       self._transport.abort()
 
+  @property
+  def last_words(self) -> str:
+    """End of what it wrote to its stderr, known after `shut`."""
+    return self._last_words or "it said nothing"
+
   async def shut(self) -> None:
     """Closes the socket, at which the zygote kills all its descendants; returns when nothing is left."""
     self._dead = True
@@ -216,10 +228,14 @@ class Parent(asyncio.Protocol):
     if self._process.returncode != 0:  # it could not clean up itself
       lowlevel.kill_everywhere(self._process.pid, f"{_MARK}={self._mark}".encode())
       scratch.remove_tree(self._directory)
+    if not self._stderr.closed:
+      self._stderr.seek(0)
+      self._last_words = self._stderr.read()[-2000:].decode("utf-8", "replace").strip()
+      self._stderr.close()
 
 
 def _spawn(
-  config: InterpreterConfig, control: Any, mark: str, preload: Sequence[str]
+  config: InterpreterConfig, control: socket.socket, mark: str, preload: Sequence[str], stderr: IO[bytes]
 ) -> tuple[subprocess.Popen[bytes], str]:
   """Starts the launcher without running any Python between fork and exec, so that it is safe beside threads."""
   directory = tempfile.mkdtemp(prefix="agentic_rl-sandbox-", dir=config.scratch_dir or None)
@@ -234,26 +250,17 @@ def _spawn(
   environment = _ENVIRONMENT | dict(config.environment) | {"HOME": directory, "TMPDIR": directory, _MARK: mark}
   arguments = [_PACKAGE_DIR, str(fd), directory, f"{_MARK}={mark}", json.dumps(settings)]
   try:
-    with open(os.path.join(directory, "stderr"), "wb") as stderr:
-      process = subprocess.Popen(
-        [config.python, "-s", "-P", "-c", _BOOT, *arguments],
-        pass_fds=[fd],
-        env=environment,
-        cwd=directory,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        start_new_session=True,
-      )
+    process = subprocess.Popen(
+      [config.python, "-s", "-P", "-c", _BOOT, *arguments],
+      pass_fds=[fd],
+      env=environment,
+      cwd=directory,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+      stderr=stderr,
+      start_new_session=True,
+    )
   except OSError:
     scratch.remove_tree(directory)
     raise
   return process, directory
-
-
-def _tail(path: str) -> str:
-  try:
-    with open(path, "rb") as file:
-      return file.read()[-2000:].decode("utf-8", "replace").strip() or "it said nothing"
-  except OSError as error:
-    return f"its stderr cannot be read: {error}"

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
-from agentic_rl.sandbox.limits import Checkpoint, ExecResult, Limits, SandboxClosedError, State
+from agentic_rl.sandbox.limits import DIED_EARLY, Checkpoint, ExecResult, Limits, SandboxClosedError, State
 
 if TYPE_CHECKING:
   from agentic_rl.sandbox.interpreter import Interpreter
@@ -74,6 +74,12 @@ class Session:
       before: State | None = await self._revive() if died else None
       try:
         result = await self._turn(code, used, stdin)
+        if self._died_by_itself(result):
+          before = await self._revive()
+          result = await self._turn(code, used, stdin)
+          if self._died_by_itself(result):
+            text = "The session's process died between two turns, by what an earlier turn had left running.\n"
+            result = dataclasses.replace(result, status="crash", error=text)
       except asyncio.CancelledError:
         self._stale = True
         raise
@@ -88,6 +94,11 @@ class Session:
       if before and result.state == "kept":
         result = dataclasses.replace(result, state=before)
       return result
+
+  def _died_by_itself(self, result: ExecResult) -> bool:
+    """Whether the process was dead before the turn began, which in a session is what earlier turns have done."""
+    early = result.status == "infra_error" and result.error.startswith(DIED_EARLY)
+    return early and (self.turns > 0 or self._processes > 0)
 
   async def close(self) -> None:
     """Ends its process. Idempotent."""

@@ -108,7 +108,10 @@ and times of files, extended attributes, notification of changes, memory files, 
 """
 
 PROCESSES = frozenset(
-  "fork vfork execve execveat kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal".split()
+  """
+  fork vfork execve execveat kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal setsid
+  setpgid
+""".split()
 )
 """Allowed besides, where a snippet may start processes."""
 

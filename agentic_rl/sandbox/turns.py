@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import functools
 import os
 import socket
@@ -257,6 +258,23 @@ class Session:
     self._inbox.clear()
     self._zygote.break_session(self)
     return False
+
+  def ended(self, status: int, cpu_s: float) -> None:
+    """Its process has died: takes in what is still in the channel and tells the pool how the turn ended."""
+    turn, inbox = self.turn, self._inbox
+    if turn is None:
+      return
+    with contextlib.suppress(OSError):
+      while data := self._channel.recv(_READ_BYTES):
+        inbox += data[: max(0, turn.result_room - len(inbox))]
+    if self.opened and not turn.ready and inbox[:1] == harness.READY:
+      del inbox[:1]
+      turn.begin()
+    self.drain()
+    frame = None if turn.reason or not turn.ready else executions.parse_frame(inbox)
+    if not self.opened:
+      turn.kept[executions.RESULT].extend(inbox)
+    self.answer(*(frame or executions.judge(turn, status, cpu_s)), state="gone", cpu_s=cpu_s)
 
   # -- ending --------------------------------------------------------------------------------------------------------
 

@@ -4,5 +4,5 @@ from collections.abc import Iterable
 
 
 def warm(modules: Iterable[str]) -> dict[str, str]:
-  """x"""
+  """X"""
   return {}

@@ -118,14 +118,16 @@ class Zygote:
   def _receive(self) -> bool:
     """Takes in the pool's frames; False at the end of file."""
     try:
-      data = self._control.recv(1 << 20)
+      with self._inbox.free() as room:
+        count = self._control.recv_into(room)
     except BlockingIOError:
       return True
     except ConnectionError:
       return False
-    for header, body in self._inbox.frames(data):
+    self._inbox.received(count)
+    for header, body in self._inbox.frames():
       self._handle(header, body)
-    return bool(data)
+    return count > 0
 
   def _handle(self, header: dict[str, Any], body: bytearray) -> None:
     if "run" in header:
@@ -227,10 +229,11 @@ class Zygote:
     if not processes or not self._own_table:
       return os.fork()
     lowlevel.unshare(lowlevel.CLONE_NEWPID)
+    pid = -1
     try:
       pid = os.fork()
     finally:
-      if os.getpid() == self._pid:
+      if pid:  # in the child there is nothing to undo
         lowlevel.setns(self._proc.process_table, lowlevel.CLONE_NEWPID)
     return pid
 
@@ -488,11 +491,8 @@ class Zygote:
 
   def _session_ended(self, session: Session, status: int, usage: resource.struct_rusage) -> None:
     del self._by_pid[session.pid], self._sessions[session.name]
-    turn = session.turn
-    if turn is not None:
-      session.drain()
-      cpu_s = usage.ru_utime + usage.ru_stime - turn.cpu_before
-      session.answer(*executions.judge(turn, status, cpu_s), state="gone", cpu_s=cpu_s)
+    if session.turn is not None:
+      session.ended(status, usage.ru_utime + usage.ru_stime - session.turn.cpu_before)
     elif not session.closed:
       self.send({"gone": [session.name]})
     session.close()

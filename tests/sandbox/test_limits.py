@@ -32,7 +32,10 @@ def test_limits_out_of_range_are_refused_by_name(field: str, value: object):
     Limits(**{field: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("field", "value"), [("slots", -1), ("nice", 20), ("stall_s", 0), ("preload", "numpy")])
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [("slots", -1), ("nice", 20), ("stall_s", 0), ("preload", ("numpy",)), ("min_isolation", "high"), ("queue", -1)],
+)
 def test_config_out_of_range_is_refused_by_name(field: str, value: object):
   with pytest.raises(LimitsError, match=rf"InterpreterConfig\.{field} must"):
     InterpreterConfig(**{field: value})  # type: ignore[arg-type]
