@@ -152,6 +152,7 @@ def _offer_input(data: bytes | bytearray) -> None:
 
 def _write_input(data: bytes | bytearray) -> None:
   os.ftruncate(0, 0)
+  os.lseek(0, 0, os.SEEK_SET)
   left = memoryview(data)
   while left:
     left = left[os.write(0, left) :]
@@ -433,8 +434,10 @@ def _take_turns(channel: socket.socket, namespace: dict[str, Any], note: str) ->
 
 def _fork_and_wait() -> bool:
   """Forks; in the old process, waits until the fork has died, reports that and returns True."""
+  state = random.getstate()
   pid = os.fork()
   if pid == 0:
+    random.setstate(state)  # which the module has changed, as it does in every fork
     return False
   _, status, usage = os.wait4(pid, 0)
   _send(DEATH.pack(DIED, status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024))

@@ -373,10 +373,12 @@ class Interpreter:
       request.attempt += 1
       request.waited_s = asyncio.get_running_loop().time() - request.queued
       parent.running[self._next_id] = request
+      header = request.header | {"run": self._next_id}
       if request.session is not None:
+        header["open"] = request.session.parent is None
         request.session.parent = parent
         parent.sessions.add(request.header["session"])
-      parent.send(request.header | {"run": self._next_id}, request.body)
+      parent.send(header, request.body)
 
   def _pick(self, index: int) -> Parent | None:
     """The least busy parent of a group; starts one where there is none, or another where all are busy."""
@@ -516,7 +518,8 @@ class Interpreter:
     if request.future.done():
       return
     self._counts["turns" if "session" in request.header else "executions"] += 1
-    self._counts["infra_errors"] += result.status == "infra_error"
+    if request.session is None:  # a session may still make up for it
+      self._counts["infra_errors"] += result.status == "infra_error"
     request.future.set_result(dataclasses.replace(result, level=self.level))
 
   def _fail(self, request: Request, why: str) -> None:

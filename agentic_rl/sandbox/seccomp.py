@@ -259,6 +259,13 @@ class ForkGate:
 
   def __init__(self, fd: int) -> None:
     self._fd = fd
+    self._poll = select.poll()
+    self._poll.register(fd, select.POLLIN)
+
+  @property
+  def abandoned(self) -> bool:
+    """Whether nobody is left who could ask."""
+    return any(event & select.POLLHUP for _, event in self._poll.poll(0))
 
   def fileno(self) -> int:
     """The descriptor, readable when somebody asks."""
@@ -266,9 +273,7 @@ class ForkGate:
 
   def receive(self) -> tuple[int, int] | None:
     """Number of the next question and the process id of who asks; None if there is none or it was withdrawn."""
-    poll = select.poll()
-    poll.register(self._fd, select.POLLIN)
-    if not poll.poll(0):
+    if not any(event & select.POLLIN for _, event in self._poll.poll(0)):
       return None
     data = bytearray(_NOTIFICATION.size)
     try:

@@ -91,6 +91,8 @@ class Session:
         result = dataclasses.replace(result, state=after)
       elif result.state == "rolled_back":
         self._interpreter.count("rolled_back")
+      if result.status == "infra_error":
+        self._interpreter.count("infra_errors")
       if before and result.state == "kept":
         result = dataclasses.replace(result, state=before)
       return result

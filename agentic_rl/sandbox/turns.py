@@ -188,6 +188,8 @@ class Session:
       return
     asked = self._gate.receive()
     if asked is None:
+      if self._gate.abandoned:
+        self._zygote.unwatch(self._gate.fileno())
       return
     notification, pid = asked
     if self._may_fork and pid == self.pid:

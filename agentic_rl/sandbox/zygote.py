@@ -50,7 +50,7 @@ class Zygote:
     self._running: dict[int, tuple[Execution, list[int]]] = {}  # by process id, with the read ends
     self._sessions: dict[str, Session] = {}
     self._by_pid: dict[int, Session] = {}  # the process that is the session now
-    self._retired: set[int] = set()  # processes of sessions that have handed over, and sweepers
+    self._retired: dict[int, Session | None] = {}  # processes of sessions that have handed over, and sweepers
     self._handlers: dict[int, Callable[[], object]] = {}
     self._uids: collections.deque[int] = collections.deque()
     self._next_uid = 0
@@ -139,7 +139,7 @@ class Zygote:
       job = harness.Job(header["limits"], header["seed"], parts[0], parts[1], files, header["fetch"], fork)
       execution = Execution(header["run"], header["limits"], bool(header["fetch"]))
       if "session" in header:
-        self._take_turn(header["session"], job, execution)
+        self._take_turn(header["session"], job, execution, header["open"])
       else:
         self._run(job, execution)
     elif "cancel" in header:
@@ -348,7 +348,7 @@ class Zygote:
     """Kills children that we did not fork: daemons of snippets that the kernel gave to us. True if there were any."""
     if self._children is None or self._plan.level != "process":
       return False  # there are none: nothing can be forked, or it dies with its process table
-    known = self._running.keys() | self._retired | self._by_pid.keys()
+    known = self._running.keys() | self._retired.keys() | self._by_pid.keys()
     known |= {session.turn.pid for session in self._sessions.values() if session.turn is not None}
     found = False
     for pid in self._children.pids():
@@ -374,8 +374,10 @@ class Zygote:
         with contextlib.suppress(ProcessLookupError, PermissionError):
           os.killpg(group, signal.SIGKILL)
       _, status, usage = os.wait4(pid, 0)
-      self._retired.discard(pid)
-      if session is not None:
+      heir = self._retired.pop(pid, None)
+      if heir is not None and self._by_pid.get(heir.pid) is heir and not _is_child(heir.pid):
+        self._session_ended(heir, signal.SIGKILL, usage)  # it had died, and the old process was faster to collect it
+      elif session is not None:
         self._session_ended(session, status, usage)
       elif pid in self._running:
         self._finish(*self._running.pop(pid), status, usage)
@@ -399,8 +401,11 @@ class Zygote:
 
   # -- sessions ------------------------------------------------------------------------------------------------------
 
-  def _take_turn(self, name: str, job: harness.Job, execution: Execution) -> None:
+  def _take_turn(self, name: str, job: harness.Job, execution: Execution, may_open: bool) -> None:
     session = self._sessions.get(name)
+    if session is None and not may_open:  # it has died, and the pool did not know yet
+      self.send(*self._unstarted(execution))
+      return
     if session is None:
       try:
         session = self._open_session(name, job)
@@ -447,7 +452,7 @@ class Zygote:
     old, session.pid = session.pid, pid
     del self._by_pid[old]
     self._by_pid[pid] = session
-    self._retired.add(old)
+    self._retired[old] = session
     with contextlib.suppress(ProcessLookupError):
       os.kill(old, signal.SIGKILL)
 
@@ -511,7 +516,7 @@ class Zygote:
       remove_tree(directory)
       return
     if pid:
-      self._retired.add(pid)
+      self._retired[pid] = None
       return
     try:
       self._control.close()
@@ -540,3 +545,12 @@ class Zygote:
       if not self._children.pids():
         break
       time.sleep(0.002)
+
+
+def _is_child(pid: int) -> bool:
+  """Whether there is such a child, alive or not yet collected."""
+  try:
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+  except ChildProcessError:
+    return False
+  return True
