@@ -13,6 +13,7 @@ old process reports that with `DIED` and is the session still.
 from __future__ import annotations
 import __future__ as future_features
 
+import _signal  # type: ignore[import-not-found]
 import ast
 import builtins
 import dataclasses
@@ -24,7 +25,6 @@ import math
 import os
 import random
 import resource
-import signal
 import socket
 import struct
 import sys
@@ -52,6 +52,7 @@ MOST_DESCRIPTORS = 65_536
 """The zygote opens no descriptor beyond this, so that its children can close all."""
 
 _RESULT_FD = 3
+_DEFAULT_SIGNALS = (_signal.SIGCHLD, _signal.SIGTERM, _signal.SIGHUP)
 _RULESET_FD = 4
 _MEMORY_RESERVE = 64 << 20  # for the report on a MemoryError
 _NOTE = "Note: this sandbox has no network, starts no processes and opens no files but its own.\n"
@@ -85,7 +86,7 @@ class Room:
     base_bytes: Address space of the zygote.
     tasks: Processes and threads that count against the child's user already.
     uid: User to become; 0 keeps the user.
-    directory: Working directory; at level `namespace` it is made by the child.
+    directory: Working directory; if it is `isolation.SCRATCH` the child mounts it for itself.
     nice: Added to the nice value.
     filter: System call filter, or None.
     rules: Landlock rules, or None.
@@ -163,12 +164,12 @@ def _shut_in(room: Room, limits: dict[str, Any], session: bool) -> int:
   """Puts this fresh child under its limits, for ever. Returns the fork listener of a session's filter, or -1."""
   plan = room.plan
   os.setpgid(0, 0)
-  signal.set_wakeup_fd(-1)
-  for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_DFL)
-  signal.signal(signal.SIGINT, signal.default_int_handler)
-  if plan.level == "namespace":
-    isolation.private_scratch(limits["disk_mib"], room.uid)
+  _signal.set_wakeup_fd(-1)  # of the module in C, which spares the making of enumerations
+  for number in _DEFAULT_SIGNALS:
+    _signal.signal(number, _signal.SIG_DFL)
+  _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+  if room.directory == isolation.SCRATCH:
+    isolation.private_scratch(limits["disk_mib"])
   os.nice(room.nice)
   _set_limit(resource.RLIMIT_CORE, 0)
   if not session:  # the zygote watches the time; this holds should it be gone

@@ -151,7 +151,9 @@ def _enter_and_look(plan: Plan, directory: str) -> None:
 
 def _set_up_and_look(plan: Plan, directory: str) -> None:
   set_up_root(directory)
-  private_scratch(1, plan.first_uid)
+  private_scratch(1)
+  if plan.first_uid:
+    os.chown(SCRATCH, plan.first_uid, plan.first_uid)
   _look_as(plan.first_uid, SCRATCH)
 
 
@@ -220,7 +222,8 @@ def set_up_root(directory: str) -> None:
     os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     lowlevel.bind(f"/dev/{name}", target)
     lowlevel.set_mount_attributes(target, lowlevel.ATTR_NOSUID)
-  os.mkdir(root + SCRATCH, 0o755)
+  os.mkdir(root + SCRATCH, 0o711)
+  lowlevel.mount("tmpfs", root + SCRATCH, "tmpfs", lowlevel.MS_NOSUID | lowlevel.MS_NODEV, "size=1m,mode=711")
   os.mkdir(root + "/etc", 0o755)
   _write(root + "/etc/passwd", f"sandbox:x:{os.geteuid()}:{os.getegid()}:sandbox:{SCRATCH}:/bin/sh\n")
   _write(root + "/etc/group", f"sandbox:x:{os.getegid()}:\n")
@@ -239,12 +242,16 @@ def _write(path: str, data: str | bytes) -> None:
     file.write(data.encode() if isinstance(data, str) else data)
 
 
-def private_scratch(disk_mib: int, uid: int) -> None:
-  """In a child with a root of its own: an empty file system on `SCRATCH` that nobody else sees."""
-  owner = f",uid={uid},gid={uid}" if uid else ""
+def private_scratch(disk_mib: int) -> None:
+  """In a child that shares its user with others: an empty file system on `SCRATCH` that nobody else sees."""
   lowlevel.unshare(lowlevel.CLONE_NEWNS)
+  mount_scratch(SCRATCH, disk_mib)
+
+
+def mount_scratch(path: str, disk_mib: int) -> None:
+  """An empty file system of limited size."""
   flags = lowlevel.MS_NOSUID | lowlevel.MS_NODEV
-  lowlevel.mount("tmpfs", SCRATCH, "tmpfs", flags, f"size={disk_mib}m,nr_inodes={_ENOUGH_INODES},mode=700{owner}")
+  lowlevel.mount("tmpfs", path, "tmpfs", flags, f"size={disk_mib}m,nr_inodes={_ENOUGH_INODES},mode=700")
 
 
 def become(uid: int) -> None:

@@ -18,6 +18,8 @@ _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x20080522
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture, as all calls since Linux 5.1
 _AT_FDCWD = -100
+_MADV_COLLAPSE = 25
+_HUGE_PAGE = 2 << 20
 _AT_RECURSIVE = 0x8000
 
 CLONE_NEWNS = 0x00020000
@@ -123,8 +125,13 @@ def pivot_root(new: str) -> None:
   number = {"x86_64": 155, "aarch64": 41}[os.uname().machine]
   _check(_libc.syscall(ctypes.c_long(number), os.fsencode(new), os.fsencode(old)), "pivot_root")
   os.chdir("/")
-  _check(_libc.umount2(b"/.old", MNT_DETACH), "umount2 of the old root")
+  unmount("/.old")
   os.rmdir("/.old")
+
+
+def unmount(path: str) -> None:
+  """Takes a mount away; what still uses it keeps it alive until it ends."""
+  _check(_libc.umount2(os.fsencode(path), MNT_DETACH), f"umount2 {path}")
 
 
 def set_host_name(name: str) -> None:
@@ -145,6 +152,7 @@ class OwnProc:
   """What `/proc` tells about this process and the host, also when it can no longer be seen under that name."""
 
   def __init__(self) -> None:
+    self._maps = os.open("/proc/self/maps", os.O_RDONLY | os.O_CLOEXEC)
     self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     self._load = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
     self.process_table = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
@@ -153,6 +161,26 @@ class OwnProc:
   def address_space_bytes(self) -> int:
     """Size of the address space."""
     return int(os.pread(self._statm, 256, 0).split()[0]) * self._page
+
+  def collapse_memory(self) -> int:
+    """Puts private memory into huge pages, so that there is less to copy in a fork; returns how many there are now.
+
+    Linux 6.1; without it, or where the host is short of huge pages, nothing changes.
+    """
+    text = bytearray()
+    while chunk := os.pread(self._maps, 1 << 16, len(text)):
+      text += chunk
+    count = 0
+    for line in text.decode("ascii", "replace").splitlines():
+      words = line.split()
+      if words[1] != "rw-p" or (len(words) > 5 and words[5] != "[heap]"):
+        continue
+      first, last = (int(word, 16) for word in words[0].split("-"))
+      first, last = -(-first // _HUGE_PAGE), last // _HUGE_PAGE
+      for page in range(first, last):
+        start = ctypes.c_void_p(page * _HUGE_PAGE)
+        count += _libc.madvise(start, ctypes.c_size_t(_HUGE_PAGE), ctypes.c_int(_MADV_COLLAPSE)) == 0
+    return count
 
   def anonymous_bytes(self) -> int:
     """Resident memory that belongs to no file."""

@@ -172,19 +172,12 @@ class Filter:
     if machine == "x86_64":
       asm.unless(_JUMP_GREATER_EQUAL, _X32_BIT, 1)
       asm.give(_KILL_PROCESS)
-    for first, last in _ranges(sorted(table[name] for name in allowed if name in table)):
-      asm.unless(_JUMP_GREATER_EQUAL, first, 2)
-      asm.when(_JUMP_GREATER_EQUAL, last + 1, 1)
-      asm.give(_ALLOW)
     for name, body in special.items():
       if name in table:
         asm.block(table[name], body)
-    denied = (table.keys() - allowed) - special.keys() - {"clone3"}
-    for first, last in _ranges(sorted(table[name] for name in denied)):
-      asm.unless(_JUMP_GREATER_EQUAL, first, 2)
-      asm.when(_JUMP_GREATER_EQUAL, last + 1, 1)
-      asm.give(_DENY)
-    asm.give(_UNKNOWN)  # so that the C library falls back, as from clone3 to clone
+    # What is unknown fails as if it did not exist, so that the C library falls back, as from clone3 to clone.
+    actions = {table[name]: _ALLOW if name in allowed else _DENY for name in table.keys() - {"clone3"}}
+    asm.code += _search(_intervals(actions))
     self._pieces = b"".join(_INSTRUCTION.pack(*instruction) for instruction in asm.code)
     marker = struct.pack("=I", self._PID)
     self._places = [i + 4 for i in range(0, len(self._pieces), 8) if self._pieces[i + 4 : i + 8] == marker]
@@ -243,15 +236,26 @@ class Filter:
     return result if self._listener else -1
 
 
-def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
-  """First and last of each run of consecutive numbers."""
-  runs: list[tuple[int, int]] = []
-  for number in numbers:
-    if runs and number == runs[-1][1] + 1:
-      runs[-1] = runs[-1][0], number
-    else:
-      runs.append((number, number))
-  return runs
+def _intervals(actions: dict[int, int]) -> list[tuple[int, int]]:
+  """Where the action changes: the first number of each interval, and its action."""
+  found: list[tuple[int, int]] = []
+  for number in range(max(actions) + 2):
+    action = actions.get(number, _UNKNOWN)
+    if not found or found[-1][1] != action:
+      found.append((number, action))
+  return found
+
+
+def _search(intervals: list[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+  """A binary search. The kernel runs a new filter once for every call there is, so its depth decides what it costs."""
+  if len(intervals) == 1:
+    return [(_RETURN, 0, 0, intervals[0][1])]
+  middle = len(intervals) // 2
+  left, right = _search(intervals[:middle]), _search(intervals[middle:])
+  pivot = intervals[middle][0]
+  if len(left) < 256:
+    return [(_JUMP_GREATER_EQUAL, len(left), 0, pivot), *left, *right]
+  return [(_JUMP_GREATER_EQUAL, 0, 1, pivot), (_JUMP, 0, 0, len(left)), *left, *right]
 
 
 class ForkGate:

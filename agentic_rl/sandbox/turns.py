@@ -40,10 +40,18 @@ class Session:
   """
 
   def __init__(
-    self, zygote: Zygote, name: str, pid: int, channel: int, outputs: tuple[int, int], uid: int, directory: str
+    self,
+    zygote: Zygote,
+    name: str,
+    pid: int,
+    channel: int,
+    outputs: tuple[int, int],
+    uid: int,
+    directory: str,
+    disk_mib: int,
   ) -> None:
     self.name, self.pid, self.group = name, pid, pid
-    self.uid, self.directory = uid, directory
+    self.uid, self.directory, self.disk_mib = uid, directory, disk_mib
     self.turn: Execution | None = None
     self.job: harness.Job | None = None
     self.opened = False

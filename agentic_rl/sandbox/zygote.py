@@ -52,6 +52,7 @@ class Zygote:
     self._by_pid: dict[int, Session] = {}  # the process that is the session now
     self._retired: dict[int, Session | None] = {}  # processes of sessions that have handed over, and sweepers
     self._handlers: dict[int, Callable[[], object]] = {}
+    self._mounts: dict[int, list[str]] = {}  # empty file systems by size in MiB
     self._uids: collections.deque[int] = collections.deque()
     self._next_uid = 0
     self._count = 0
@@ -75,6 +76,7 @@ class Zygote:
       self._filter(False, sessions)
     gc.collect()
     gc.freeze()
+    facts["facts"]["huge pages"] = self._proc.collapse_memory()
     self._base_bytes = self._proc.address_space_bytes()
     self.send({"hello": facts})
     control_fd = self._control.fileno()
@@ -206,22 +208,37 @@ class Zygote:
     self._next_uid += 1
     return self._plan.first_uid + self._next_uid % (isolation.MOST_USERS // 2)
 
-  def give_back(self, directory: str, uid: int) -> None:
+  def give_back(self, directory: str, uid: int, disk_mib: int) -> None:
     """Returns what an ended child had."""
     if uid:
       self._uids.append(uid)
-    if directory != isolation.SCRATCH:
+    if not directory or directory == isolation.SCRATCH:
+      return
+    if not self._own_table:
       self._discard(directory)
+    else:
+      if os.listdir(directory):  # a new file system is quicker than to remove who knows what
+        lowlevel.unmount(directory)
+        os.rmdir(directory)
+      else:
+        self._mounts.setdefault(disk_mib, []).append(directory)
 
-  def make_directory(self, uid: int) -> str:
-    """A working directory; at level `namespace` the child makes its own."""
-    if self._own_table:
-      return isolation.SCRATCH
-    self._count += 1
-    directory = os.path.join(self._directory, str(self._count))
-    os.mkdir(directory, 0o700)
+  def make_directory(self, uid: int, disk_mib: int) -> str:
+    """A working directory for a child."""
+    if self._own_table and not uid:
+      return isolation.SCRATCH  # all have the same user, so that each needs a mount that only it sees
+    free = self._mounts.get(disk_mib)
+    if free:
+      directory = free.pop()
+    else:
+      self._count += 1
+      directory = os.path.join(isolation.SCRATCH if self._own_table else self._directory, str(self._count))
+      os.mkdir(directory, 0o700)
+      if self._own_table:
+        isolation.mount_scratch(directory, disk_mib)
     if uid:
       os.chown(directory, uid, uid)
+      os.chmod(directory, 0o700)
     return directory
 
   def fork(self, processes: int) -> int:
@@ -240,9 +257,9 @@ class Zygote:
   def _run(self, job: harness.Job, execution: Execution) -> None:
     uid = self.take_uid()
     pipes: list[int] = []
-    directory = isolation.SCRATCH
+    directory = ""
     try:
-      directory = self.make_directory(uid)
+      directory = self.make_directory(uid, job.limits["disk_mib"])
       for _ in range(3):
         pipes += os.pipe()
       room = self._room(directory, uid, job.limits["processes"], False)
@@ -250,7 +267,7 @@ class Zygote:
     except OSError as error:
       for fd in pipes:
         os.close(fd)
-      self.give_back(directory, uid)
+      self.give_back(directory, uid, job.limits["disk_mib"])
       execution.kept[executions.RESULT].extend(b" " + repr(error).encode())
       self.send(*self._unstarted(execution))
       return
@@ -390,7 +407,7 @@ class Zygote:
         bites += 1  # a dying stray may still be writing
       if readers[index] >= 0:
         self._close(readers, fd)
-    self.give_back(execution.scratch, execution.uid)
+    self.give_back(execution.scratch, execution.uid, execution.limits["disk_mib"])
     if execution.reason == "cancel":
       return
     cpu_s = usage.ru_utime + usage.ru_stime
@@ -421,10 +438,10 @@ class Zygote:
 
   def _open_session(self, name: str, job: harness.Job) -> Session:
     uid = self.take_uid()
-    directory = isolation.SCRATCH
+    directory = ""
     ends: list[int] = []
     try:
-      directory = self.make_directory(uid)
+      directory = self.make_directory(uid, job.limits["disk_mib"])
       pipes = [*os.pipe(), *os.pipe()]
       ours, theirs = socket.socketpair()
       ends = [*pipes, ours.detach(), theirs.detach()]
@@ -433,7 +450,7 @@ class Zygote:
     except OSError:
       for fd in ends:
         os.close(fd)
-      self.give_back(directory, uid)
+      self.give_back(directory, uid, job.limits["disk_mib"])
       raise
     if pid == 0:
       try:
@@ -442,7 +459,7 @@ class Zygote:
         os._exit(1)
     for fd in (ends[1], ends[3], ends[5]):
       os.close(fd)
-    session = Session(self, name, pid, ends[4], (ends[0], ends[2]), uid, directory)
+    session = Session(self, name, pid, ends[4], (ends[0], ends[2]), uid, directory, job.limits["disk_mib"])
     self._sessions[name] = session
     self._by_pid[pid] = session
     return session
@@ -501,7 +518,7 @@ class Zygote:
     elif not session.closed:
       self.send({"gone": [session.name]})
     session.close()
-    self.give_back(session.directory, session.uid)
+    self.give_back(session.directory, session.uid, session.disk_mib)
 
   # -- cleaning up ---------------------------------------------------------------------------------------------------
 
