@@ -318,7 +318,7 @@ class Interpreter:
       refusal = refusal or f"Limits.processes is not 0, but level {self.level!r} cannot keep processes apart"
     if refusal:
       return ExecResult("refused", error=refusal, level=self.level, state="kept" if session else "none")
-    named = _checked_files(files or {}, fetch, used["disk_mib"])
+    named = _checked_files(files or {}, fetch, used["disk_mib"], used["file_mib"])
     if not urgent and self.config.queue and len(self._queue) >= self.config.queue:
       raise SandboxBusyError(f"{self.config.queue} snippets wait already, as many as InterpreterConfig.queue allows")
     body = (code.encode(), stdin.encode("utf-8", "surrogateescape"), *named.values())
@@ -560,7 +560,9 @@ def _refusal(code: str) -> str:
   return ""
 
 
-def _checked_files(files: Mapping[str, bytes], fetch: Sequence[str], disk_mib: int) -> dict[str, bytes]:
+def _checked_files(
+  files: Mapping[str, bytes], fetch: Sequence[str], disk_mib: int, file_mib: int
+) -> dict[str, bytes]:
   if isinstance(fetch, str):
     raise LimitsError(f"fetch must be a sequence of file names, got the str {fetch!r}")
   for name in (*files, *fetch):
@@ -574,6 +576,8 @@ def _checked_files(files: Mapping[str, bytes], fetch: Sequence[str], disk_mib: i
     if not isinstance(data, bytes | bytearray | memoryview):
       raise LimitsError(f"the content of file {name!r} must be bytes, got {type(data).__name__}")
     named[name] = bytes(data)
+    if len(named[name]) > file_mib << 20:
+      raise LimitsError(f"file {name!r} must be at most file_mib, {file_mib} MiB")
   if len(named) > 1000 or sum(map(len, named.values())) > disk_mib << 20:
     raise LimitsError(f"files must be at most 1000 and fit into disk_mib, {disk_mib} MiB")
   return named

@@ -235,6 +235,12 @@ def run_request(value: Any, default: Limits) -> RunRequest:
   return RunRequest(**found)
 
 
+def encode_run_request(request: RunRequest, used: Limits) -> dict[str, Any]:
+  """The reverse of `run_request`."""
+  found = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+  return found | {"limits": encode_limits(used), "files": encode_files(request.files), "fetch": list(request.fetch)}
+
+
 def session_request(value: Any, default: Limits) -> dict[str, Any]:
   """Reads the body of `POST /v1/sessions` into the arguments of `Interpreter.session`."""
   return fields(
@@ -247,6 +253,14 @@ def session_request(value: Any, default: Limits) -> dict[str, Any]:
       "owner": (short_text, ""),
     },
   )
+
+
+def session_name(value: Any) -> str:
+  """Reads the answer of `POST /v1/sessions`."""
+  name: str = fields(value, {"session": short_text}, {})["session"]
+  if not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
+    raise _say("a name of letters and digits")("session", name)
+  return name
 
 
 def turn_request(value: Any, default: Limits) -> tuple[int, RunRequest]:
@@ -301,6 +315,11 @@ _FINISHED, _ERROR, _TIMED_OUT = "Finished", "Error", "TimeLimitExceeded"
 _KILLED = {"output": 9, "disk": 9}
 
 
+def _fusion_files(name: str, value: Any) -> dict[str, bytes]:
+  """Contents by file name, of which those that are null do not count."""
+  return files(name, {key: content for key, content in mapping(name, value).items() if content is not None})
+
+
 def fusion_request(value: Any, default: Limits) -> RunRequest:
   """Reads the body of `POST /run_code`.
 
@@ -315,7 +334,7 @@ def fusion_request(value: Any, default: Limits) -> RunRequest:
       "run_timeout": (seconds, default.wall_s),
       "memory_limit_MB": (integer, -1),
       "stdin": (optional(text, ""), ""),
-      "files": (files, {}),
+      "files": (_fusion_files, {}),
       "fetch_files": (names, ()),
       "args": (names, ()),
     },
@@ -326,7 +345,7 @@ def fusion_request(value: Any, default: Limits) -> RunRequest:
     raise WireError("field 'args' must be empty; a snippet takes no arguments here")
   wall, memory = found["run_timeout"], found["memory_limit_MB"]
   chosen: dict[str, Any] = {"wall_s": wall, "cpu_s": min(wall, default.cpu_s)}
-  if memory != -1:
+  if memory > 0:
     chosen["memory_mib"] = memory
   try:
     used = dataclasses.replace(default, **chosen)
@@ -344,16 +363,16 @@ def encode_fusion(result: ExecResult) -> dict[str, Any]:
   A snippet that was killed at its time limit has no return code. One that was killed for its output or its files looks
   like any that was killed, with return code -9.
   """
-  ran: dict[str, Any] | None = {
+  ran: dict[str, Any] = {
     "status": _FINISHED,
     "execution_time": result.wall_s,
     "return_code": 1,
     "stdout": result.stdout,
     "stderr": result.stderr + result.error,
   }
-  assert ran is not None
-  if result.status == "infra_error":
-    ran = None
+  failed = result.status == "infra_error"
+  if failed:
+    ran |= {"status": _ERROR, "return_code": None}
   elif result.status in ("timeout", "cpu"):
     ran |= {"status": _TIMED_OUT, "return_code": None}
   elif result.status == "ok":
@@ -362,10 +381,10 @@ def encode_fusion(result: ExecResult) -> dict[str, Any]:
     ran["return_code"] = result.exit_code if result.exit_code is not None else 1
   elif result.status == "crash" or result.status in _KILLED:
     ran["return_code"] = -(result.signal or _KILLED.get(result.status, 9))
-  status = "SandboxError" if ran is None else "Success" if ran["return_code"] == 0 else "Failed"
+  status = "SandboxError" if failed else "Success" if ran["return_code"] == 0 else "Failed"
   return {
     "status": status,
-    "message": result.error if ran is None else "",
+    "message": result.error if failed else "",
     "compile_result": None,
     "run_result": ran,
     "executor_pod_name": None,
@@ -409,15 +428,15 @@ def decode_fusion(value: Any, request: RunRequest, used: Limits) -> ExecResult:
   if how == _ERROR:
     found = {"status": "infra_error", "error": err or "the server reports Error"}
   elif how == _TIMED_OUT:
-    found = {"status": "timeout", "limit": "wall", "error": "killed at the time limit"}
+    found = {"status": "timeout", "limit": "wall", "error": f"Killed after {took:g} s of wall time.\n"}
   elif code is None:
     raise _say("an integer")("run_result.return_code", None)
   elif code < 0:
-    found = {"status": "crash", "signal": -code, "error": f"ended by signal {-code}"}
+    found = {"status": "crash", "signal": -code, "error": f"Killed by signal {-code}.\n"}
   elif code:
     before, trace = _split_traceback(err) if code == 1 else (err, "")
     memory = trace.rstrip().rpartition("\n")[2].startswith("MemoryError")
-    found = {"status": "exit", "exit_code": code, "error": f"ended with exit code {code}"}
+    found = {"status": "exit", "exit_code": code}
     if trace:
       found = {"status": "memory" if memory else "error", "error": trace, "limit": "memory" if memory else ""}
     err = before
