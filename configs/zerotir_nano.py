@@ -66,8 +66,12 @@ def get_config() -> ConfigDict:
   )
   config.interpreter = ConfigDict(
     dict(
+      hosts=(),  # addresses of servers (launch/serve_sandbox.py) instead of this host
+      protocol="native",
+      stateful=False,  # each call runs in a fresh process
       slots=4,
-      preload=(),
+      preload=(),  # groups of modules that are imported beforehand; None: numpy, sympy, scipy
+      min_isolation="process",  # the policy is too small to write anything but arithmetic
       limits=ConfigDict(dict(wall_s=10.0, cpu_s=2.0, memory_mib=256)),
     )
   )

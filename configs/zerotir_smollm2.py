@@ -103,8 +103,12 @@ def get_config() -> ConfigDict:
   )
   config.interpreter = ConfigDict(
     dict(
+      hosts=(),  # addresses of servers (launch/serve_sandbox.py) instead of this host
+      protocol="native",
+      stateful=False,  # each call runs in a fresh process
       slots=4,
-      preload=(),
+      preload=None,  # groups of modules that are imported beforehand; None: numpy, sympy, scipy
+      min_isolation="landlock",  # refuses to run where the host allows less
       limits=ConfigDict(dict(wall_s=10.0, cpu_s=2.0, memory_mib=256)),
     )
   )

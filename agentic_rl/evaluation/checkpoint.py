@@ -18,8 +18,6 @@ from agentic_rl.errors import UserError
 from agentic_rl.evaluation.evaluate import Evaluation, evaluate
 from agentic_rl.rollout.dump import write_episodes
 from agentic_rl.rollout.engine import Sampling
-from agentic_rl.sandbox import Interpreter
-from agentic_rl.tools import InterpreterTool
 from agentic_rl.train import setup
 from agentic_rl.train.config_check import check_config
 from agentic_rl.train.publication import latest, open_publication, write_text
@@ -78,9 +76,7 @@ async def _evaluate(config: ConfigDict, publication: Publication, workdir: pathl
     await engine.load(publication)
     tool = None
     if dialect.call_budget > 0:
-      interpreter = await Interpreter.start(setup.build_interpreter_config(config))
-      stack.push_async_callback(interpreter.close)
-      tool = InterpreterTool(interpreter)
+      tool = await setup.start_tool(config, stack)
     bar = stack.enter_context(tqdm(total=total, desc="evaluate", unit="episode", dynamic_ncols=True))
     evaluation = await evaluate(
       engine,

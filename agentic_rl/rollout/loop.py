@@ -93,6 +93,8 @@ async def run_episode(
     run = _Run(engine, tokenizer, dialect, tool, session, sampling, max_tokens, [prompt], [], len(prompt.token_ids))
     status = await run.to_end(problem.uid, sample)
   finally:
+    if tool is not None:
+      await tool.end(session)
     await engine.end_session(session)
   return Episode(problem.uid, sample, problem, tuple(run.segments), tuple(run.calls), status)
 

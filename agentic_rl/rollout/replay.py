@@ -68,6 +68,9 @@ class ReplayTool:
     self._calls = {f"{e.uid}/{e.sample}": [c for c in e.calls if c.status != OVER_BUDGET] for e in episodes}
     self._next = dict.fromkeys(self._calls, 0)
 
+  async def end(self, session: str) -> None:
+    """Nothing is kept."""
+
   async def run(self, code: str, *, session: str) -> ToolOutcome:
     calls, at = self._calls.get(session, []), self._next.get(session, 0)
     if at >= len(calls) or calls[at].code != code:

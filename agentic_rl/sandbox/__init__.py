@@ -25,6 +25,9 @@ run below. `python -m agentic_rl.sandbox --capabilities` prints what is in force
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from agentic_rl.sandbox.interpreter import Interpreter
 from agentic_rl.sandbox.limits import (
   LEVELS,
@@ -44,6 +47,19 @@ from agentic_rl.sandbox.limits import (
 )
 from agentic_rl.sandbox.session import Session
 
+if TYPE_CHECKING:
+  from agentic_rl.sandbox.client import RemoteConfig, RemoteInterpreter, RemoteSession
+
+_REMOTE = ("RemoteConfig", "RemoteInterpreter", "RemoteSession")
+
+
+def __getattr__(name: str) -> Any:
+  """The client of a server is imported when first asked for, since nothing else here needs an HTTP library."""
+  if name in _REMOTE:
+    return getattr(importlib.import_module("agentic_rl.sandbox.client"), name)
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
   "LEVELS",
   "MAX_SOURCE_BYTES",
@@ -53,6 +69,9 @@ __all__ = [
   "InterpreterConfig",
   "Limits",
   "LimitsError",
+  "RemoteConfig",
+  "RemoteInterpreter",
+  "RemoteSession",
   "SandboxBusyError",
   "SandboxClosedError",
   "SandboxError",

@@ -162,7 +162,6 @@ def _write_input(data: bytes | bytearray) -> None:
 
 def _shut_in(room: Room, limits: dict[str, Any], session: bool) -> int:
   """Puts this fresh child under its limits, for ever. Returns the fork listener of a session's filter, or -1."""
-  plan = room.plan
   os.setpgid(0, 0)
   _signal.set_wakeup_fd(-1)  # of the module in C, which spares the making of enumerations
   for number in _DEFAULT_SIGNALS:

@@ -560,9 +560,7 @@ def _refusal(code: str) -> str:
   return ""
 
 
-def _checked_files(
-  files: Mapping[str, bytes], fetch: Sequence[str], disk_mib: int, file_mib: int
-) -> dict[str, bytes]:
+def _checked_files(files: Mapping[str, bytes], fetch: Sequence[str], disk_mib: int, file_mib: int) -> dict[str, bytes]:
   if isinstance(fetch, str):
     raise LimitsError(f"fetch must be a sequence of file names, got the str {fetch!r}")
   for name in (*files, *fetch):

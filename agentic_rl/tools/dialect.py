@@ -48,6 +48,10 @@ class Tool(Protocol):
     """Runs `code`; `session` names the episode, for tools that keep state between its calls."""
     ...
 
+  async def end(self, session: str) -> None:
+    """The episode is over; what was kept for it is given up."""
+    ...
+
 
 @dataclasses.dataclass(frozen=True)
 class DialectState:

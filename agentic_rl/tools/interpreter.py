@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from agentic_rl.tools.dialect import INFRA_ERROR, ToolOutcome
 
 if TYPE_CHECKING:
-  from agentic_rl.sandbox import ExecResult, Interpreter, Limits
+  from agentic_rl.sandbox import ExecResult, Interpreter, Limits, RemoteInterpreter, RemoteSession, Session
 
 _ENDINGS = {
   "timeout": "TimeoutError: the code ran longer than its time limit",
   "cpu": "TimeoutError: the code used more CPU time than its limit",
   "memory": "MemoryError: the code used more memory than its limit",
   "output": "The output was cut off at its limit",
+  "disk": "OSError: the code wrote more files than its limit",
   "crash": "The Python process crashed",
   "refused": "The code was not accepted",
   INFRA_ERROR: "The interpreter failed",
@@ -42,21 +43,40 @@ def render_observation(result: ExecResult, error_lines: int = 1) -> str:
 
 
 class InterpreterTool:
-  """Runs each call in a fresh child of a sandboxed interpreter; nothing is kept between calls.
+  """Runs calls in a sandboxed interpreter, here or at a server.
 
   Args:
     interpreter: A started interpreter; its owner closes it.
     limits: Limits of each call; the interpreter's own if None.
     error_lines: Last lines of a traceback that the policy sees.
+    stateful: Whether the calls of an episode share their variables, as cells of a notebook do. Else each call runs in
+      a fresh process, as in both papers.
   """
 
-  def __init__(self, interpreter: Interpreter, limits: Limits | None = None, error_lines: int = 1):
+  def __init__(
+    self,
+    interpreter: Interpreter | RemoteInterpreter,
+    limits: Limits | None = None,
+    error_lines: int = 1,
+    stateful: bool = False,
+  ):
     if error_lines < 1:
       raise ValueError(f"error_lines must be at least 1, got {error_lines}")
     self._interpreter, self._limits, self._error_lines = interpreter, limits, error_lines
+    self._stateful = stateful
+    self._sessions: dict[str, Session | RemoteSession] = {}
 
   async def run(self, code: str, *, session: str) -> ToolOutcome:
-    del session
-    result = await self._interpreter.run(code, self._limits)
+    if self._stateful:
+      if session not in self._sessions:
+        self._sessions[session] = self._interpreter.session(self._limits, owner=session)
+      result = await self._sessions[session].run(code)
+    else:
+      result = await self._interpreter.run(code, self._limits, owner=session)
     text = render_observation(result, self._error_lines)
     return ToolOutcome(text, result.status, result.queue_s + result.wall_s, result.cpu_s)
+
+  async def end(self, session: str) -> None:
+    kept = self._sessions.pop(session, None)
+    if kept is not None:
+      await kept.close()

@@ -29,7 +29,6 @@ from agentic_rl.errors import UserError
 from agentic_rl.rollout.collector import collect, is_correct, rollout_metrics
 from agentic_rl.rollout.dump import write_episodes
 from agentic_rl.rollout.engine import Sampling
-from agentic_rl.sandbox import Interpreter
 from agentic_rl.tools import INFRA_ERROR, InterpreterTool
 from agentic_rl.train import setup
 from agentic_rl.train.checkpoints import Checkpoints, check_record
@@ -163,9 +162,7 @@ class Run:
       (path / DONE).unlink(missing_ok=True)  # of a shorter run
     tool = None
     if dialect.call_budget > 0:
-      interpreter = await Interpreter.start(setup.build_interpreter_config(config))
-      stack.push_async_callback(interpreter.close)
-      tool = InterpreterTool(interpreter)
+      tool = await setup.start_tool(config, stack)
     engine = setup.build_engine(config, policy, tokenizer, learner.mesh)
     stack.push_async_callback(engine.close)
     publisher = Publisher(config.publication.directory or path / "publications", policy.config, tokenizer.fingerprint)

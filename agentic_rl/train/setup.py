@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Mapping
@@ -21,12 +23,14 @@ from agentic_rl.errors import UserError
 from agentic_rl.parallel import MeshShape, initialize_distributed, make_mesh
 from agentic_rl.policy import Policy, PolicyConfig
 from agentic_rl.rollout.native import NativeConfig, NativeEngine
-from agentic_rl.sandbox import InterpreterConfig, Limits
+from agentic_rl.sandbox import Interpreter, InterpreterConfig, Limits, RemoteConfig, RemoteInterpreter, SandboxError
 from agentic_rl.tokenizer import Tokenizer
-from agentic_rl.tools import FencedDialect
+from agentic_rl.tools import FencedDialect, InterpreterTool
 from agentic_rl.train.learner import Learner, LearnerConfig, TokenLoss
 from agentic_rl.train.optimizer import OptimizerConfig
 from agentic_rl.train.publication import check_fits, open_publication, read_params, write_text
+
+log = logging.getLogger(__name__)
 
 
 def start_backend(config: ConfigDict) -> None:
@@ -107,15 +111,26 @@ def build_dialect(config: ConfigDict) -> FencedDialect:
     raise UserError(f"config.dialect: {error}") from error
 
 
-def build_interpreter_config(config: ConfigDict) -> InterpreterConfig:
-  """Settings of the interpreter."""
+async def start_tool(config: ConfigDict, stack: contextlib.AsyncExitStack) -> InterpreterTool:
+  """The interpreter as a tool, in this host or at the servers of `config.interpreter.hosts`; the stack closes it."""
   options = config.interpreter.to_dict()
+  urls, protocol, stateful = tuple(options.pop("hosts")), options.pop("protocol"), options.pop("stateful")
+  interpreter: Interpreter | RemoteInterpreter
   try:
     limits = Limits(**options.pop("limits"))
-    options["preload"] = tuple(options["preload"])
-    return InterpreterConfig(limits=limits, **options)
-  except (TypeError, ValueError) as error:
+    if urls:
+      token = os.environ.get("AGENTIC_RL_SANDBOX_TOKEN", "")
+      interpreter = await RemoteInterpreter.start(RemoteConfig(urls, token=token, protocol=protocol, limits=limits))
+    else:
+      preload = options.pop("preload")
+      groups = None if preload is None else tuple(tuple(group) for group in preload)
+      interpreter = await Interpreter.start(InterpreterConfig(limits=limits, preload=groups, **options))
+  except (TypeError, ValueError, SandboxError) as error:
     raise UserError(f"config.interpreter: {error}") from error
+  stack.push_async_callback(interpreter.close)
+  facts = interpreter.capabilities()
+  log.info("interpreter at level %s of isolation; left open: %s", facts.get("level"), "; ".join(facts.get("gaps", ())))
+  return InterpreterTool(interpreter, stateful=stateful)
 
 
 def build_learner(

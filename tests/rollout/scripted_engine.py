@@ -125,6 +125,10 @@ class ScriptedTool:
   def __init__(self, *outcomes: ToolOutcome | BaseException, delay_s: float = 0.0):
     self.outcomes, self.delay_s = list(outcomes) or [ToolOutcome("4")], delay_s
     self.codes: list[str] = []
+    self.ended: list[str] = []
+
+  async def end(self, session: str) -> None:
+    self.ended.append(session)
 
   async def run(self, code: str, *, session: str) -> ToolOutcome:
     self.codes.append(code)

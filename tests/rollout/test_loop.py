@@ -278,6 +278,9 @@ def test_several_calls_run_side_by_side_and_keep_their_order():
     def __init__(self):
       self.started = []
 
+    async def end(self, session):
+      pass
+
     async def run(self, code, *, session):
       self.started.append(code)
       await asyncio.sleep(0.05 if code == "first" else 0)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agentic_rl.sandbox import ExecResult
+from agentic_rl.sandbox import ExecResult, Interpreter, InterpreterConfig
 from agentic_rl.tools import InterpreterTool, render_observation
 
 
@@ -52,11 +52,32 @@ def test_more_lines_of_an_error():
 
 def test_adapter_passes_limits_and_times():
   class Interpreter:
-    async def run(self, code, limits=None):
-      assert (code, limits) == ("1+1", "limits")
+    async def run(self, code, limits=None, *, owner):
+      assert (code, limits, owner) == ("1+1", "limits", "a/0")
       return result(value="2")
 
   outcome = asyncio.run(InterpreterTool(Interpreter(), "limits").run("1+1", session="a/0"))
   assert (outcome.text, outcome.status, outcome.wall_s, outcome.cpu_s) == ("2", "ok", 1.5, 0.25)
   with pytest.raises(ValueError, match="error_lines"):
     InterpreterTool(Interpreter(), error_lines=0)
+
+
+def test_calls_of_an_episode_share_variables_where_that_is_wanted():
+  async def body() -> list[str]:
+    config = InterpreterConfig(min_isolation="process", slots=2)
+    async with await Interpreter.start(config) as interpreter:
+      tool = InterpreterTool(interpreter, stateful=True)
+      texts = [(await tool.run(code, session=name)).text for code, name in (("x = 5", "a"), ("x = 7", "b"), ("x", "a"))]
+      assert interpreter.stats()["sessions"] == 2
+      await tool.end("a")
+      await tool.end("a")
+      texts.append((await tool.run("x", session="a")).text)
+      for name in ("a", "b", "never there"):
+        await tool.end(name)
+      assert interpreter.stats()["sessions"] == 0
+      fresh = InterpreterTool(interpreter)
+      await fresh.run("x = 1", session="a")
+      texts.append((await fresh.run("x", session="a")).text)
+      return texts
+
+  assert asyncio.run(body()) == ["", "", "5", *["NameError: name 'x' is not defined"] * 2]

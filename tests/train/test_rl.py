@@ -179,25 +179,21 @@ def test_a_tool_that_raises_is_counted_where_no_call_came_back(config: ConfigDic
 def test_a_tool_that_always_fails_stops_the_run_before_anything_is_learned(
   config: ConfigDict, workdir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  class NoInterpreter:
-    @classmethod
-    async def start(cls, _: Any) -> NoInterpreter:
-      return cls()
-
-    async def close(self) -> None: ...
-
   async def publishes_nothing(_: rl.Run) -> dict[str, float]:
     return {}
 
   class BrokenTool:
-    def __init__(self, _: Any): ...
+    async def end(self, session: str) -> None:
+      pass
 
     async def run(self, code: str, *, session: str) -> ToolOutcome:
       assert "print(2)" in code
       return ToolOutcome("no sandbox", "infra_error")
 
-  monkeypatch.setattr(rl, "Interpreter", NoInterpreter)
-  monkeypatch.setattr(rl, "InterpreterTool", BrokenTool)
+  async def start_tool(*_: Any) -> BrokenTool:
+    return BrokenTool()
+
+  monkeypatch.setattr(rl.setup, "start_tool", start_tool)
   monkeypatch.setattr(rl.setup, "build_engine", lambda *_: ScriptedEngine())
   monkeypatch.setattr(rl.Run, "publish", publishes_nothing)
   with config.unlocked():
