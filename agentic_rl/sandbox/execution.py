@@ -52,9 +52,37 @@ class Execution:
 
   def take(self, index: int, data: bytes) -> None:
     """Keeps as much of the data as its cap allows."""
+    keep = self.limits["output_keep"]
+    if index != RESULT and keep != "head":
+      self._take_tail(index, data, 0 if keep == "tail" else self._caps[index] // 2)
+      return
     room = self._caps[index] - len(self.kept[index])
     self.kept[index].extend(data[:room])
     self.dropped[index] += max(0, len(data) - room)
+
+  def _take_tail(self, index: int, data: bytes, head: int) -> None:
+    """Keeps the first `head` bytes and, of the rest, the last ones; what lies between goes once there is much of it."""
+    kept, cap = self.kept[index], self._caps[index]
+    kept.extend(data)
+    if len(kept) > 2 * cap:
+      self._cut(index, head, cap)
+
+  def _cut(self, index: int, head: int, cap: int) -> None:
+    kept = self.kept[index]
+    excess = len(kept) - cap
+    if excess > 0:
+      del kept[head : head + excess]
+      self.dropped[index] += excess
+
+  def settle(self) -> None:
+    """Brings what was kept of the outputs into its final form."""
+    keep = self.limits["output_keep"]
+    for index in (OUT, ERR) if keep != "head" else ():
+      cap = self._caps[index]
+      head = 0 if keep == "tail" else cap // 2
+      self._cut(index, head, cap)
+      if head and self.dropped[index]:
+        self.kept[index][head:head] = b"\n[... %d bytes left out ...]\n" % self.dropped[index]
 
   def begin(self) -> None:
     """Time counts from here: the snippet runs."""
@@ -180,6 +208,7 @@ def answer(
   execution: Execution, result: dict[str, Any], parts: list[bytes], cpu_s: float, **more: Any
 ) -> tuple[dict[str, Any], list[bytes | bytearray]]:
   """The header and the body that go to the pool."""
+  execution.settle()
   body: list[bytes | bytearray] = [execution.kept[OUT], execution.kept[ERR], *parts]
   header = {
     "id": execution.request_id,

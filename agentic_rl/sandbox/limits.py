@@ -84,6 +84,8 @@ class Limits:
     processes: Processes besides the first (PermissionError or BlockingIOError). Needs level `namespace` or `process`;
       at `process` the kernel exempts uid 0 from it.
     output_bytes: Bytes kept of each of stdout, stderr, value and error; the rest is dropped and counted.
+    output_keep: Which part of a longer stdout or stderr is kept: its `head`, its `tail`, or half of both (`middle` is
+      left out, and a line says how much). Of value and error it is the head.
     flood_mib: stdout and stderr together beyond this end the execution (`output`).
   """
 
@@ -96,6 +98,7 @@ class Limits:
   threads: int = 32
   processes: int = 0
   output_bytes: int = 16_384
+  output_keep: Literal["head", "middle", "tail"] = "head"
   flood_mib: int = 16
 
   def __post_init__(self) -> None:
@@ -112,6 +115,8 @@ class Limits:
       ("flood_mib", 1, 1 << 16, True),
     ):
       _check_range("Limits", name, getattr(self, name), low, high, integral)
+    if self.output_keep not in ("head", "middle", "tail"):
+      raise LimitsError(f"Limits.output_keep must be 'head', 'middle' or 'tail', got {self.output_keep!r}")
 
 
 @dataclasses.dataclass(frozen=True)

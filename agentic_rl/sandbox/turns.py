@@ -6,6 +6,7 @@ import array
 import contextlib
 import functools
 import os
+import signal
 import socket
 import struct
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,7 @@ class Session:
       "fork": job.fork,
     }
     self._may_fork = job.fork
+    self._signal(signal.SIGCONT)
     self._outbox = framing.pack(header, [job.code, job.stdin])
     framing.wipe(job.code, len(job.code))
     framing.wipe(job.stdin, len(job.stdin))
@@ -107,6 +109,10 @@ class Session:
     finally:
       self._channel.setblocking(False)
       self._outbox = b""
+
+  def _signal(self, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.killpg(self.group, number)
 
   def wipe(self) -> None:
     """In a child of the zygote: forgets what the session has said and what it is to run."""
@@ -292,6 +298,8 @@ class Session:
     """Tells the pool how the turn ended."""
     turn, self.turn, self.job = self.turn, None, None
     self._may_fork = False
+    if state != "gone":
+      self._signal(signal.SIGSTOP)  # threads that a turn has left running sleep until the next
     if turn is None or turn.reason == "cancel":
       return
     header, body = executions.answer(turn, result, parts, cpu_s or 0.0, state=state)

@@ -50,7 +50,7 @@ class Zygote:
     self._running: dict[int, tuple[Execution, list[int]]] = {}  # by process id, with the read ends
     self._sessions: dict[str, Session] = {}
     self._by_pid: dict[int, Session] = {}  # the process that is the session now
-    self._retired: dict[int, Session | None] = {}  # processes of sessions that have handed over, and sweepers
+    self._retired: dict[int, int] = {}  # processes that have handed over a session, and to which; sweepers, and 0
     self._handlers: dict[int, Callable[[], object]] = {}
     self._mounts: dict[int, list[str]] = {}  # empty file systems by size in MiB
     self._uids: collections.deque[int] = collections.deque()
@@ -391,9 +391,9 @@ class Zygote:
         with contextlib.suppress(ProcessLookupError, PermissionError):
           os.killpg(group, signal.SIGKILL)
       _, status, usage = os.wait4(pid, 0)
-      heir = self._retired.pop(pid, None)
-      if heir is not None and self._by_pid.get(heir.pid) is heir and not _is_child(heir.pid):
-        self._session_ended(heir, signal.SIGKILL, usage)  # it had died, and the old process was faster to collect it
+      heir = self._by_pid.get(self._retired.pop(pid, 0))
+      if heir is not None and not _is_child(heir.pid):  # it had died, and the old process was faster to collect it
+        self._session_ended(heir, signal.SIGKILL, usage)
       elif session is not None:
         self._session_ended(session, status, usage)
       elif pid in self._running:
@@ -469,7 +469,7 @@ class Zygote:
     old, session.pid = session.pid, pid
     del self._by_pid[old]
     self._by_pid[pid] = session
-    self._retired[old] = session
+    self._retired[old] = pid
     with contextlib.suppress(ProcessLookupError):
       os.kill(old, signal.SIGKILL)
 
@@ -533,7 +533,7 @@ class Zygote:
       remove_tree(directory)
       return
     if pid:
-      self._retired[pid] = None
+      self._retired[pid] = 0
       return
     try:
       self._control.close()

@@ -19,7 +19,7 @@ from agentic_rl.tools.dialect import (
 )
 from agentic_rl.tools.fenced import FencedDialect
 from agentic_rl.tools.interpreter import InterpreterTool, render_observation
-from agentic_rl.tools.truncation import truncate_tokens
+from agentic_rl.tools.truncation import truncate_characters, truncate_tokens
 
 __all__ = [
   "INFRA_ERROR",
@@ -40,5 +40,6 @@ __all__ = [
   "Tool",
   "ToolOutcome",
   "render_observation",
+  "truncate_characters",
   "truncate_tokens",
 ]

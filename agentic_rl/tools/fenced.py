@@ -14,7 +14,7 @@ from typing import Literal
 from agentic_rl.episode import EndStatus, Finish, Problem
 from agentic_rl.tokenizer import Tokenizer
 from agentic_rl.tools.dialect import Action, Call, DialectState, End, Generate, Rendered, RunCalls, ToolOutcome
-from agentic_rl.tools.truncation import TRUNCATIONS, Truncation, truncate_tokens
+from agentic_rl.tools.truncation import TRUNCATIONS, Truncation, truncate_characters, truncate_tokens
 
 BudgetEnd = Literal["notice", "stop", "free"]
 BUDGET_ENDS: tuple[BudgetEnd, ...] = ("notice", "stop", "free")
@@ -38,6 +38,7 @@ class FencedDialect:
       no tool at all, the ZeroRL control.
     notice: Text that says that no call is left.
     max_observation_tokens: Most tokens of a tool's output, its frame not counted; None for no limit.
+    max_observation_characters: The same in characters, applied first; None for no limit.
     truncation: What becomes of a longer output: `replace`, `head`, `middle` or `tail`, see `truncate_tokens`.
     too_long: Text that replaces a longer output under `replace`.
   """
@@ -51,6 +52,7 @@ class FencedDialect:
   budget_end: BudgetEnd = "notice"
   notice: str = "\nAll Python calls are used up. Give the final answer without running more code.\n"
   max_observation_tokens: int | None = 512
+  max_observation_characters: int | None = None
   truncation: Truncation = "replace"
   too_long: str = "The output is too long to show. Print less."
 
@@ -68,8 +70,10 @@ class FencedDialect:
       raise ValueError(f"budget_end must be one of {', '.join(BUDGET_ENDS)}, got {self.budget_end!r}")
     if self.truncation not in TRUNCATIONS:
       raise ValueError(f"truncation must be one of {', '.join(TRUNCATIONS)}, got {self.truncation!r}")
-    if self.max_observation_tokens is not None and self.max_observation_tokens < 1:
-      raise ValueError(f"max_observation_tokens must be at least 1 or None, got {self.max_observation_tokens}")
+    for name in ("max_observation_tokens", "max_observation_characters"):
+      limit = getattr(self, name)
+      if limit is not None and limit < 1:
+        raise ValueError(f"{name} must be at least 1 or None, got {limit}")
 
   def render_prompt(self, problem: Problem) -> str:
     if not isinstance(problem.prompt, str):
@@ -111,6 +115,8 @@ class FencedDialect:
     return "final" if calls >= self.call_budget and self.budget_end != "stop" else "text"
 
   def _limited(self, output: str, tokenizer: Tokenizer) -> str:
+    if self.max_observation_characters is not None:
+      output = truncate_characters(output, self.max_observation_characters, self.truncation, self.too_long)
     if self.max_observation_tokens is None:
       return output
     return truncate_tokens(output, self.max_observation_tokens, self.truncation, self.too_long, tokenizer)

@@ -1,4 +1,4 @@
-"""Cuts a tool's output to a number of tokens."""
+"""Cuts a tool's output to a number of tokens or characters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from agentic_rl.tokenizer import Tokenizer
 Truncation = Literal["replace", "head", "middle", "tail"]
 TRUNCATIONS: tuple[Truncation, ...] = ("replace", "head", "middle", "tail")
 _MARK = "[...]"
+
+
+def truncate_characters(text: str, limit: int, how: Truncation, message: str) -> str:
+  """Returns `text` if it has at most `limit` characters, else a shorter one.
+
+  `how` and `message` are those of `truncate_tokens`.
+  """
+  if len(text) <= limit:
+    return text
+  if how == "replace":
+    return message
+  keep = max(limit - len(_MARK), 0)
+  front = {"head": keep, "middle": (keep + 1) // 2, "tail": 0}[how]
+  return (text[:front] + _MARK + text[len(text) - (keep - front) :])[:limit]
 
 
 def truncate_tokens(text: str, limit: int, how: Truncation, message: str, tokenizer: Tokenizer) -> str:

@@ -156,6 +156,18 @@ def test_output_cap_drops_and_counts(run: Run):
   assert result.truncated == ("stdout", "value")
 
 
+@pytest.mark.parametrize("count", [10, 1000, 60_000])
+def test_output_keeps_the_part_that_is_asked_for(run: Run, count: int):
+  code = f"import sys\nfor i in range({count}): print(i)\nprint('error', file=sys.stderr)"
+  text = "".join(f"{i}\n" for i in range(count))
+  tail = run(code, Limits(output_bytes=100, output_keep="tail"))
+  assert tail.stdout == text[-100:] and tail.stdout_dropped == max(0, len(text) - 100) and tail.stderr == "error\n"
+  middle = run(code, Limits(output_bytes=100, output_keep="middle"))
+  dropped = max(0, len(text) - 100)
+  assert middle.stdout_dropped == dropped
+  assert middle.stdout == (text[:50] + f"\n[... {dropped} bytes left out ...]\n" + text[-50:] if dropped else text)
+
+
 def test_flood_is_ended_as_output_not_as_timeout(run: Run):
   result = run("while True: print('x' * 1000)", Limits(flood_mib=2, wall_s=30, cpu_s=20))
   assert (result.status, result.limit) == ("output", "output")

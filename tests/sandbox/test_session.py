@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sandbox_runner import Runner
+from sandbox_runner import Runner, children
 
 from agentic_rl.sandbox import (
   Checkpoint,
@@ -16,6 +16,7 @@ from agentic_rl.sandbox import (
   SandboxBusyError,
   SandboxClosedError,
 )
+from agentic_rl.sandbox.lowlevel import cpu_seconds
 
 KINDS: list[Checkpoint] = ["fork", "replay", "none"]
 SHORT = Limits(wall_s=0.4, cpu_s=0.3)
@@ -202,3 +203,18 @@ def test_wrong_use_is_refused():
         assert (await another.run("1")).value == "1"
 
   asyncio.run(body())
+
+
+def test_what_a_turn_leaves_running_uses_no_time_between_turns(runner: Runner):
+  async def body() -> float:
+    async with runner.interpreter.session() as session:
+      await session.run(
+        "import threading\ndef spin():\n  while True: pass\nthreading.Thread(target=spin, daemon=True).start()"
+      )
+      zygote = runner.zygotes()[0]
+      pid = children(zygote)[0]
+      before = cpu_seconds(pid)
+      await asyncio.sleep(0.5)
+      return cpu_seconds(pid) - before
+
+  assert runner.loop.run_until_complete(body()) < 0.05

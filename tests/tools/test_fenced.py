@@ -4,7 +4,16 @@ import pytest
 
 from agentic_rl.episode import EndStatus, Finish, FinishKind, Problem
 from agentic_rl.tokenizer import PieceTokenizer
-from agentic_rl.tools import DialectState, End, FencedDialect, Generate, RunCalls, ToolOutcome, truncate_tokens
+from agentic_rl.tools import (
+  DialectState,
+  End,
+  FencedDialect,
+  Generate,
+  RunCalls,
+  ToolOutcome,
+  truncate_characters,
+  truncate_tokens,
+)
 
 CHARACTERS = PieceTokenizer([*"abcdefghijklmnopqrstuvwxyz0123456789 .[]`\n"], unknown=" ")
 
@@ -177,3 +186,13 @@ def test_long_output_is_replaced_in_the_observation():
 def test_output_with_braces_is_not_a_template():
   rendered = FencedDialect().render_results(DialectState("text", 1), [ToolOutcome("{output} {0}")], CHARACTERS)
   assert rendered.text == "\n```output\n{output} {0}\n```\n"
+
+
+@pytest.mark.parametrize(
+  ("how", "want"),
+  [("replace", "too long"), ("head", "0123[...]"), ("tail", "[...]6789"), ("middle", "01[...]89")],
+)
+def test_truncation_by_characters(how, want):
+  assert truncate_characters("0123456789", 9, how, "too long") == want
+  assert truncate_characters("0123456789", 10, how, "too long") == "0123456789"
+  assert len(truncate_characters("数学" * 50, 3, how, "...")) == 3
