@@ -10,16 +10,19 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help study test test-slow lint format bench clean
+.PHONY: help study test test-slow test-hostile lint format bench bench-sandbox soak clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make study [SEEDS=5]   run the nano study: pre-train, train with the interpreter, plot (runs/study)'
 	@echo 'make test              run the tests; PYTEST_ARGS="-k sandbox" selects'
 	@echo 'make test-slow         run the slow tests as well'
+	@echo 'make test-hostile      run hostile snippets at every level of isolation, as root, user and in a container'
 	@echo 'make lint              check style and types'
 	@echo 'make format            format the code'
 	@echo 'make bench             measure speed; the last line is JSON'
+	@echo 'make bench-sandbox     measure the interpreter beside its peers; the last line is JSON'
+	@echo 'make soak              run 20,000 mixed snippets; the last line is JSON'
 	@echo 'make clean             remove caches and build leftovers; .venv and runs stay'
 	@echo 'PYTHON=python3.12 chooses the Python that .venv is made from.'
 
@@ -32,6 +35,9 @@ test: .venv/dev.stamp
 test-slow: .venv/slow.stamp
 	$(RUN) -m pytest -m 'not gpu' -o faulthandler_timeout=3600 $(PYTEST_ARGS)
 
+test-hostile: .venv/dev.stamp
+	$(RUN) -m pytest tests/hostile -m hostile $(PYTEST_ARGS)
+
 lint: .venv/dev.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -43,6 +49,12 @@ format: .venv/dev.stamp
 
 bench: .venv/core.stamp
 	$(RUN) -m benchmarks.core
+
+bench-sandbox: .venv/dev.stamp
+	OPENBLAS_NUM_THREADS=1 $(RUN) -m benchmarks.sandbox
+
+soak: .venv/dev.stamp
+	$(RUN) -m benchmarks.soak
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
