@@ -4,7 +4,8 @@
 
 The limit of learner and engine is the machine's own matrix product (float32, 1024 x 1024 x 1024), timed before and
 after each measurement: `share` is the achieved floating-point rate over the best of those. The interpreter is measured
-against a cold `python -I -c`. Absolute times depend on the machine; the ratios are what to compare.
+against a cold `python -I -c`; `benchmarks.sandbox` looks closer. Absolute times depend on the machine; the ratios are
+what to compare.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from agentic_rl.tokenizer import PieceTokenizer
 from agentic_rl.train.learner import Learner, LearnerConfig, policy_loss
 from agentic_rl.train.optimizer import OptimizerConfig
 from agentic_rl.train.publication import Publisher, read_params
-from benchmarks import interpreter
+from benchmarks import sandbox
 from configs.zerotir_nano import get_config
 
 MODELS = {
@@ -189,7 +190,7 @@ def main() -> None:
   for name in arguments.models:
     figures[f"publication_{name}"] = result = measure_publication(name)
     print(f"publication {name:10}{result['publish_s']:10.3f} s to write, {result['read_s']:.3f} s to read and check")
-  figures["interpreter"] = result = interpreter.measure()
+  figures["interpreter"] = result = sandbox.measure()
   print()
   for key, value in result.items():
     print(f"interpreter {key:40}{value:12.3f}")

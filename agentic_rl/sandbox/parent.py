@@ -45,6 +45,7 @@ _ENVIRONMENT = {
   "MKL_NUM_THREADS": "1",
   "MPLBACKEND": "Agg",
   "JAX_PLATFORMS": "cpu",
+  "SYMPY_CACHE_SIZE": "5000",  # the default, 1000, does not hold what the warm-up has filled
 }
 
 

@@ -122,6 +122,7 @@ class Session:
     if self.job is not None:
       framing.wipe(self.job.code, len(self.job.code))
     framing.wipe(self._inbox, len(self._inbox))
+    self._channel.detach()  # closed already with all others; its number may be another's now
 
   # -- what it says --------------------------------------------------------------------------------------------------
 

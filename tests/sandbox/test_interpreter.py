@@ -213,7 +213,7 @@ def test_nothing_of_the_trainer_is_inherited(run: Run, monkeypatch: pytest.Monke
   assert fds == "[0, 1, 2, 3]"  # 3: its result
   assert modules == "[]"
   allowed = {"PATH", "LANG", "LC_ALL", "TZ", "HOME", "TMPDIR", "MPLBACKEND", "JAX_PLATFORMS", "MALLOC_ARENA_MAX"}
-  allowed |= {"PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "AGENTIC_RL_SANDBOX"}
+  allowed |= {"PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "SYMPY_CACHE_SIZE", "AGENTIC_RL_SANDBOX"}
   allowed |= {name + "_NUM_THREADS" for name in ("OMP", "OPENBLAS", "MKL")}
   assert set(eval(environment)) == allowed
 
