@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from agentic_rl.sandbox import harness
+from agentic_rl.sandbox.framing import Pieces, wipe
 from agentic_rl.sandbox.limits import DIED_EARLY
 from agentic_rl.sandbox.scratch import disk_bytes
 
@@ -43,46 +44,46 @@ class Execution:
     self.scratch = ""  # working directory
     self.directory = ""  # the same where disk_mib has to be watched, since no file system limits it
     self.cpu_before = 0.0
-    self.kept = (bytearray(), bytearray(), bytearray())
+    self.kept = (Pieces(), Pieces(), Pieces())
     self.dropped = [0, 0, 0]
     cap = limits["output_bytes"]
     files = (limits["disk_mib"] << 20) + 4096 if fetch else 0
     self.result_room = 1 + harness.HEADER.size + 3 * (harness.FIELD.size + cap) + files
     self._caps = (cap, cap, self.result_room)
 
-  def take(self, index: int, data: bytes) -> None:
+  def take(self, index: int, data: bytes | memoryview) -> None:
     """Keeps as much of the data as its cap allows."""
-    keep = self.limits["output_keep"]
-    if index != RESULT and keep != "head":
-      self._take_tail(index, data, 0 if keep == "tail" else self._caps[index] // 2)
-      return
-    room = self._caps[index] - len(self.kept[index])
-    self.kept[index].extend(data[:room])
-    self.dropped[index] += max(0, len(data) - room)
-
-  def _take_tail(self, index: int, data: bytes, head: int) -> None:
-    """Keeps the first `head` bytes and, of the rest, the last ones; what lies between goes once there is much of it."""
     kept, cap = self.kept[index], self._caps[index]
-    kept.extend(data)
-    if len(kept) > 2 * cap:
-      self._cut(index, head, cap)
+    if index == RESULT or self.limits["output_keep"] == "head":
+      room = cap - len(kept)
+      kept.add(data[:room] if room > 0 else b"")
+      self.dropped[index] += max(0, len(data) - room)
+      return
+    head = self._head(index)
+    missing = head - len(kept)
+    if missing > 0:
+      kept.add(data[:missing])
+      data = data[missing:]
+    kept.add(data)
+    if len(kept) > 2 * cap:  # what lies between head and tail goes once there is much of it
+      self._cut(index)
 
-  def _cut(self, index: int, head: int, cap: int) -> None:
-    kept = self.kept[index]
-    excess = len(kept) - cap
+  def _head(self, index: int) -> int:
+    return 0 if self.limits["output_keep"] == "tail" else self._caps[index] // 2
+
+  def _cut(self, index: int) -> None:
+    excess = len(self.kept[index]) - self._caps[index]
     if excess > 0:
-      del kept[head : head + excess]
+      self.kept[index].cut(self._head(index), excess)
       self.dropped[index] += excess
 
   def settle(self) -> None:
     """Brings what was kept of the outputs into its final form."""
-    keep = self.limits["output_keep"]
-    for index in (OUT, ERR) if keep != "head" else ():
-      cap = self._caps[index]
-      head = 0 if keep == "tail" else cap // 2
-      self._cut(index, head, cap)
-      if head and self.dropped[index]:
-        self.kept[index][head:head] = b"\n[... %d bytes left out ...]\n" % self.dropped[index]
+    for index in (OUT, ERR) if self.limits["output_keep"] != "head" else ():
+      self._cut(index)
+      if self._head(index) and self.dropped[index]:
+        text = b"\n[... %d bytes left out ...]\n" % self.dropped[index]
+        self.kept[index].insert(self._head(index), text)
 
   def begin(self) -> None:
     """Time counts from here: the snippet runs."""
@@ -120,7 +121,7 @@ class Execution:
     self.next_check = min(self.deadline, now + wait)
 
 
-def parse_frame(data: bytes | bytearray) -> tuple[dict[str, Any], list[bytes]] | None:
+def parse_frame(data: bytearray) -> tuple[dict[str, Any], list[bytearray]] | None:
   """Reads what a child reported: header for the pool and the body's parts. The bytes may be forged.
 
   Returns:
@@ -139,7 +140,7 @@ def parse_frame(data: bytes | bytearray) -> tuple[dict[str, Any], list[bytes]] |
     "exit_code": code if name == "exit" else None,
     "max_rss_bytes": peak,
   }
-  fields: list[tuple[int, bytes]] = []
+  fields: list[tuple[int, bytearray]] = []
   offset = size
   while offset < len(data):
     if offset + harness.FIELD.size > len(data):
@@ -148,7 +149,7 @@ def parse_frame(data: bytes | bytearray) -> tuple[dict[str, Any], list[bytes]] |
     offset += harness.FIELD.size
     if offset + count > len(data) or kind > harness.FILE:
       return None
-    fields.append((kind, bytes(data[offset : offset + count])))
+    fields.append((kind, data[offset : offset + count]))
     if dropped:
       result["value_dropped" if kind == harness.VALUE else "error_dropped"] = dropped
     offset += count
@@ -156,7 +157,7 @@ def parse_frame(data: bytes | bytearray) -> tuple[dict[str, Any], list[bytes]] |
   files = [content for kind, content in fields if kind in (harness.FILE_NAME, harness.FILE)]
   if len(files) % 2:
     return None
-  return result, [texts.get(harness.VALUE, b""), texts.get(harness.ERROR, b""), *files]
+  return result, [texts.get(harness.VALUE, bytearray()), texts.get(harness.ERROR, bytearray()), *files]
 
 
 def frame_length(data: bytes | bytearray) -> int:
@@ -168,7 +169,7 @@ def frame_length(data: bytes | bytearray) -> int:
   return int(harness.HEADER.size + harness.HEADER.unpack_from(data)[4])
 
 
-def judge(execution: Execution, wait_status: int, cpu_s: float) -> tuple[dict[str, Any], list[bytes]]:
+def judge(execution: Execution, wait_status: int, cpu_s: float) -> tuple[dict[str, Any], list[bytearray]]:
   """How a child ended, from what is known for certain first and from what it claims last.
 
   Returns:
@@ -185,37 +186,45 @@ def judge(execution: Execution, wait_status: int, cpu_s: float) -> tuple[dict[st
   said = execution.kept[RESULT]
   reason = execution.reason
   if not execution.ready:
-    detail = bytes(said[1:]).decode("utf-8", "replace") or f"wait status {wait_status}"
+    detail = said.joined(1).decode("utf-8", "replace") or f"wait status {wait_status}"
     text = f"{DIED_EARLY}: {detail}"
-    return {"status": "infra_error"}, [b"", text.encode()]
+    return {"status": "infra_error"}, _texts(text)
   # The kernel's own limit, a second later, on sampled ticks that on a busy host run ahead of the exact time.
   kernel_s = math.ceil(limits["cpu_s"]) + 1
   if not reason and signal_number in (signal.SIGXCPU, signal.SIGKILL) and cpu_s >= 0.5 * kernel_s:
     reason = "cpu"
   if reason == "broken":
-    return {"status": "exit", "exit_code": 1}, [b"", b"The session broke its protocol.\n"]
+    return {"status": "exit", "exit_code": 1}, _texts("The session broke its protocol.\n")
   if reason in texts:
     status, error = texts[reason]
-    return {"status": status, "limit": reason}, [b"", error.encode()]
+    return {"status": status, "limit": reason}, _texts(error)
   if signal_number:
-    return {"status": "crash", "signal": signal_number}, [b"", f"Killed by signal {signal_number}.\n".encode()]
+    return {"status": "crash", "signal": signal_number}, _texts(f"Killed by signal {signal_number}.\n")
   exit_code = os.WEXITSTATUS(wait_status)
-  frame = parse_frame(said[1:]) if exit_code == 0 and not execution.dropped[RESULT] else None
-  return frame or ({"status": "exit", "exit_code": exit_code}, [b"", b""])
+  frame = None
+  if exit_code == 0 and not execution.dropped[RESULT]:
+    data = said.joined(1)
+    frame = parse_frame(data)
+    wipe(data, len(data))
+  return frame or ({"status": "exit", "exit_code": exit_code}, _texts(""))
+
+
+def _texts(error: str) -> list[bytearray]:
+  return [bytearray(), bytearray(error.encode())]
 
 
 def answer(
-  execution: Execution, result: dict[str, Any], parts: list[bytes], cpu_s: float, **more: Any
-) -> tuple[dict[str, Any], list[bytes | bytearray]]:
-  """The header and the body that go to the pool."""
+  execution: Execution, result: dict[str, Any], parts: list[bytearray], cpu_s: float, **more: Any
+) -> tuple[dict[str, Any], list[bytearray]]:
+  """The header and the body, in pieces, that go to the pool."""
   execution.settle()
-  body: list[bytes | bytearray] = [execution.kept[OUT], execution.kept[ERR], *parts]
+  out, err = execution.kept[OUT], execution.kept[ERR]
   header = {
     "id": execution.request_id,
-    "sizes": [len(part) for part in body],
+    "sizes": [len(out), len(err), *map(len, parts)],
     "stdout_dropped": execution.dropped[OUT],
     "stderr_dropped": execution.dropped[ERR],
     "wall_s": time.monotonic() - execution.started,
     "cpu_s": cpu_s,
   }
-  return header | result | more, body
+  return header | result | more, [*out.pieces, *err.pieces, *parts]

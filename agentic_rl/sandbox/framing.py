@@ -16,8 +16,13 @@ _LENGTHS = struct.Struct(">II")
 
 def pack(header: dict[str, Any], body: Sequence[bytes | bytearray] = ()) -> bytes:
   """One frame; the body is the concatenation of its parts."""
+  return b"".join((head(header, sum(map(len, body))), *body))
+
+
+def head(header: dict[str, Any], body_bytes: int) -> bytes:
+  """What comes before the body of a frame."""
   data = json.dumps(header, separators=(",", ":")).encode()
-  return b"".join((_LENGTHS.pack(len(data), sum(map(len, body))), data, *body))
+  return _LENGTHS.pack(len(data), body_bytes) + data
 
 
 class Inbox:
@@ -73,6 +78,69 @@ class Inbox:
     """Forgets everything."""
     self._buffer[self._begin : self._end] = bytes(self._end - self._begin)
     self._begin = self._end = 0
+
+
+class Pieces:
+  """Bytes in pieces that are never moved, so that no copy of them stays behind in the heap when they are wiped."""
+
+  def __init__(self) -> None:
+    self.pieces: list[bytearray] = []
+    self.size = 0
+
+  def __len__(self) -> int:
+    return self.size
+
+  def add(self, data: bytes | bytearray | memoryview) -> None:
+    """Appends a copy."""
+    if len(data):
+      self.pieces.append(bytearray(data))
+      self.size += len(data)
+
+  def first(self) -> bytes:
+    """The first byte, if there is one."""
+    return bytes(self.pieces[0][:1]) if self.pieces else b""
+
+  def joined(self, start: int = 0) -> bytearray:
+    """A copy of everything from a byte on, in one; to be wiped by the caller."""
+    whole = bytearray(self.size)
+    offset = 0
+    for piece in self.pieces:
+      whole[offset : offset + len(piece)] = piece
+      offset += len(piece)
+    rest = whole[start:]
+    wipe(whole, len(whole))
+    return rest
+
+  def cut(self, start: int, count: int) -> None:
+    """Removes `count` bytes from `start` on."""
+    kept: list[bytearray] = []
+    offset = 0
+    for piece in self.pieces:
+      first, last = max(0, start - offset), max(0, min(len(piece), start + count - offset))
+      offset += len(piece)
+      if first >= last:
+        kept.append(piece)
+        continue
+      kept += [part for part in (piece[:first], piece[last:]) if part]
+      wipe(piece, len(piece))
+    self.pieces = kept
+    self.size -= min(count, max(0, self.size - start))
+
+  def insert(self, at: int, data: bytes) -> None:
+    """Puts bytes between two pieces, of which the first ends at `at`."""
+    offset = index = 0
+    while index < len(self.pieces) and offset < at:
+      offset += len(self.pieces[index])
+      index += 1
+    self.pieces.insert(index, bytearray(data))
+    self.size += len(data)
+
+  def wipe(self) -> None:
+    """Overwrites everything with zeros and forgets it."""
+    for piece in self.pieces:
+      wipe(piece, len(piece))
+    self.pieces.clear()
+    self.size = 0
 
 
 def wipe(data: bytearray, count: int) -> None:

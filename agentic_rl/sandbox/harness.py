@@ -56,6 +56,10 @@ _DEFAULT_SIGNALS = (_signal.SIGCHLD, _signal.SIGTERM, _signal.SIGHUP)
 _RULESET_FD = 4
 _MEMORY_RESERVE = 64 << 20  # for the report on a MemoryError
 _NOTE = "Note: this sandbox has no network, starts no processes and opens no files but its own.\n"
+leave = os._exit
+"""Ends the process at once. Bound here, since a snippet may change the module."""
+_getpid = os.getpid
+_write = os.write
 _BUILTINS = dict(vars(builtins))
 _builtins = vars(builtins)
 _FUTURE_FLAGS = 0
@@ -187,10 +191,10 @@ def _shut_in(room: Room, limits: dict[str, Any], session: bool) -> int:
   lowlevel.forbid_new_privileges()
   lowlevel.die_with_parent()  # after the change of user, which undoes it
   if room.parent and os.getppid() != room.parent:
-    os._exit(1)
+    leave(1)
   os.chdir(room.directory)
   os.environ["HOME"] = os.environ["TMPDIR"] = room.directory
-  return -1 if room.filter is None else room.filter.install(0 if session else os.getpid())
+  return -1 if room.filter is None else room.filter.install(0 if session else _getpid())
 
 
 def _write_files(files: Sequence[tuple[str, bytearray]]) -> None:
@@ -337,7 +341,7 @@ def _report(outcome: tuple[str, int, str, str], job: Job) -> None:
 def _send(data: bytes) -> None:
   left = memoryview(data)
   while left:
-    left = left[os.write(_RESULT_FD, left) :]
+    left = left[_write(_RESULT_FD, left) :]
 
 
 # -- the two kinds of child --------------------------------------------------------------------------------------------
@@ -367,16 +371,16 @@ def run_once(job: Job, room: Room, ends: Sequence[int]) -> None:
     os.write(_RESULT_FD, READY)
   except BaseException as error:
     os.write(result_fd, FAILED + repr(error).encode()[:1000])
-    os._exit(1)
+    leave(1)
   exit_code = 1
-  pid = os.getpid()
+  pid = _getpid()
   try:
     outcome = _outcome(job.code, "<snippet>", namespace, note)
-    if os.getpid() == pid:  # else the snippet has forked and this is not the one that reports
+    if _getpid() == pid:  # else the snippet has forked and this is not the one that reports
       _report(outcome, job)
     exit_code = 0
   finally:
-    os._exit(exit_code)
+    leave(exit_code)
 
 
 def run_session(job: Job, room: Room, ends: Sequence[int]) -> None:
@@ -406,11 +410,11 @@ def run_session(job: Job, room: Room, ends: Sequence[int]) -> None:
       channel.send(READY)
   except BaseException as error:
     os.write(channel_fd, FAILED + repr(error).encode()[:1000])
-    os._exit(1)
+    leave(1)
   try:
     _take_turns(channel, namespace, _NOTE if room.filter is not None else "")
   finally:
-    os._exit(1)
+    leave(1)
 
 
 def _take_turns(channel: socket.socket, namespace: dict[str, Any], note: str) -> None:
@@ -421,7 +425,7 @@ def _take_turns(channel: socket.socket, namespace: dict[str, Any], note: str) ->
     with inbox.free() as room:
       count = channel.recv_into(room)
     if not count:
-      os._exit(0)
+      leave(0)
     inbox.received(count)
     for header, body in inbox.frames():
       turn += 1
@@ -449,11 +453,11 @@ def _take_turn(job: Job, turn: int, namespace: dict[str, Any], note: str, memory
   _make_stdin()
   for name in ("stdout", "stderr"):
     setattr(sys, name, getattr(sys, f"__{name}__"))
-  pid = os.getpid()
+  pid = _getpid()
   _send(READY)
   outcome = _outcome(job.code, f"<turn {turn}>", namespace, note)
-  if os.getpid() != pid:
-    os._exit(0)
+  if _getpid() != pid:
+    leave(0)
   sys.settrace(None)
   sys.setprofile(None)
   _builtins.update(_BUILTINS)

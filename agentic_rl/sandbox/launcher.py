@@ -93,7 +93,7 @@ def _fork_zygote(
       sys.stderr.flush()
       raise
     finally:
-      os._exit(1)
+      harness.leave(1)
   control.close()
   signal.signal(signal.SIGCHLD, lambda *_: None)
   signal.set_wakeup_fd(wake_out)

@@ -140,6 +140,12 @@ def set_host_name(name: str) -> None:
   _check(_libc.sethostname(data, ctypes.c_size_t(len(data))), "sethostname")
 
 
+def trim_heap() -> None:
+  """Gives free memory back, so that a fork has less to copy; where the C library can."""
+  if hasattr(_libc, "malloc_trim"):
+    _libc.malloc_trim(ctypes.c_size_t(0))
+
+
 def cpu_seconds(pid: int) -> float:
   """CPU time of a process with all its threads, exact to the nanosecond; 0 if it is gone."""
   try:
@@ -207,6 +213,15 @@ def _write(path: str, text: str) -> bool:
     with open(path, "w", encoding="ascii") as file:
       file.write(text)
   except OSError:
+    return False
+  return True
+
+
+def is_child(pid: int) -> bool:
+  """Whether there is such a child, alive or not yet collected."""
+  try:
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+  except ChildProcessError:
     return False
   return True
 

@@ -170,7 +170,7 @@ class Parent(asyncio.Protocol):
         self.answered = True
         size = header["anonymous_bytes"]
         self._first_bytes = self._first_bytes or size
-        if size - self._first_bytes > self._owner.config.recycle_growth_mib << 20:
+        if not self.running and size - self._first_bytes > self._owner.config.recycle_growth_mib << 20:
           self.retiring = True
       elif "gone" in header:
         self._owner.on_gone(self, header["gone"])

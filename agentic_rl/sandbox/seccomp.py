@@ -49,6 +49,15 @@ _IOCTLS = (
   0x5450,  # FIONCLEX
   0x5451,  # FIOCLEX
 )
+_FCNTLS = (
+  *range(8),  # descriptors, flags, locks; 8 and more set who gets signals
+  36,  # F_OFD_GETLK
+  37,  # F_OFD_SETLK
+  38,  # F_OFD_SETLKW
+  1030,  # F_DUPFD_CLOEXEC
+  1032,  # F_GETPIPE_SZ
+  1034,  # F_GET_SEALS
+)
 _PRCTLS = (
   3,  # PR_GET_DUMPABLE
   15,  # PR_SET_NAME
@@ -203,6 +212,7 @@ class Filter:
       "clone": clone,
       "socketpair": pair,
       "ioctl": _one_of(_argument(1), _IOCTLS),
+      "fcntl": _one_of(_argument(1), _FCNTLS),
       "prctl": _one_of(_argument(0), _PRCTLS),
       "kill": _only_process(0, self._PID),
       "tkill": _only_process(0, self._PID),

@@ -88,7 +88,7 @@ ALLOWED = frozenset(
   pselect6 poll ppoll sched_yield mremap msync mincore madvise dup dup2 dup3 pause nanosleep clock_nanosleep getitimer
   setitimer alarm timer_create timer_settime timer_gettime timer_getoverrun timer_delete timerfd_create
   timerfd_settime timerfd_gettime getpid sendfile copy_file_range splice tee sendto recvfrom sendmsg recvmsg shutdown
-  getsockname getpeername setsockopt getsockopt exit exit_group wait4 waitid uname fcntl flock fsync fdatasync
+  getsockname getpeername setsockopt getsockopt exit exit_group wait4 waitid uname flock fsync fdatasync
   sync_file_range truncate ftruncate fallocate fadvise64 getdents getdents64 getcwd chdir fchdir rename renameat
   renameat2 mkdir mkdirat rmdir creat open openat openat2 close_range link linkat unlink unlinkat symlink symlinkat
   readlink readlinkat stat lstat newfstatat statx statfs fstatfs faccessat faccessat2 umask gettimeofday time

@@ -66,6 +66,7 @@ class Session:
     self._outbox = b""
     self._gate: seccomp.ForkGate | None = None
     self._may_fork = False
+    self._used = False  # whether a turn has run in it
     for fd in outputs:
       os.set_blocking(fd, False)
     zygote.watch(channel, self._read_channel)
@@ -90,6 +91,10 @@ class Session:
       "fork": job.fork,
     }
     self._may_fork = job.fork
+    if self._used:  # what earlier turns have left behind may hold this one up before it begins, on its own time
+      self.turn.begin()
+      self._zygote.plan_check(self.turn)
+    self._used = True
     self._signal(signal.SIGCONT)
     self._outbox = framing.pack(header, [job.code, job.stdin])
     framing.wipe(job.code, len(job.code))
@@ -118,7 +123,7 @@ class Session:
     """In a child of the zygote: forgets what the session has said and what it is to run."""
     if self.turn is not None:
       for kept in self.turn.kept:
-        framing.wipe(kept, len(kept))
+        kept.wipe()
     if self.job is not None:
       framing.wipe(self.job.code, len(self.job.code))
     framing.wipe(self._inbox, len(self._inbox))
@@ -127,22 +132,17 @@ class Session:
   # -- what it says --------------------------------------------------------------------------------------------------
 
   def _read_output(self, index: int) -> bool:
-    fd = self._outputs[index]
-    try:
-      data = os.read(fd, _READ_BYTES)
-    except BlockingIOError:
+    fd, turn = self._outputs[index], self.turn
+    count = self._zygote.read_into(fd, turn, index)
+    if count <= 0:
+      if not count:
+        self._zygote.unwatch(fd)
+        os.close(fd)
+        self._outputs[index] = -1
       return False
-    if not data:
-      self._zygote.unwatch(fd)
-      os.close(fd)
-      self._outputs[index] = -1
-      return False
-    turn = self.turn
-    if turn is not None:
-      turn.take(index, data)
-      if turn.flooded() and not turn.reason:
-        turn.reason = "output"
-        self._zygote.kill_turn(self)
+    if turn is not None and turn.flooded() and not turn.reason:
+      turn.reason = "output"
+      self._zygote.kill_turn(self)
     return True
 
   def drain(self) -> None:
@@ -156,27 +156,42 @@ class Session:
 
   def _read_channel(self) -> None:
     room = _ANCILLARY_BYTES if self.opened else 2 * _ANCILLARY_BYTES
+    data = bytearray(_READ_BYTES)
     try:
-      data, ancillary, _, _ = self._channel.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+      count, ancillary, _, _ = self._channel.recvmsg_into([data], room, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
       return
     except ConnectionError:
-      data, ancillary = b"", []
+      count, ancillary = 0, []
     sender = 0
     for level, kind, content in ancillary:
       if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
         sender = _CREDENTIALS.unpack(content)[0]
       elif level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
         self._take_listener(content)
-    if not data:
+    if not count:
       self._zygote.unwatch(self._channel.fileno())
       self._zygote.kill_session(self)
     elif not self.opened:
-      self._open(data)
+      self._open(bytes(data[:count]))
     else:
-      self._inbox += data
+      self._take_in(data, count)
       while self._inbox and self._take(sender):
         continue
+
+  def _take_in(self, data: bytearray, count: int) -> None:
+    """Appends to the inbox, leaving no copy behind."""
+    old = self._inbox
+    self._inbox = bytearray(len(old) + count)
+    self._inbox[: len(old)] = old
+    self._inbox[len(old) :] = memoryview(data)[:count]
+    framing.wipe(old, len(old))
+    framing.wipe(data, count)
+
+  def _drop(self, count: int) -> None:
+    """Removes bytes from the front of the inbox, leaving no copy behind."""
+    old, self._inbox = self._inbox, self._inbox[count:]
+    framing.wipe(old, len(old))
 
   def _take_listener(self, content: bytes) -> None:
     fds = array.array("i")
@@ -194,7 +209,7 @@ class Session:
       self.send_turn()
     else:
       if self.turn is not None:
-        self.turn.kept[executions.RESULT].extend(data)
+        self.turn.kept[executions.RESULT].add(data)
       self._zygote.break_session(self)
 
   def _decide_fork(self) -> None:
@@ -218,15 +233,15 @@ class Session:
     turn, inbox = self.turn, self._inbox
     if turn is None or turn.reason == "broken":
       self._zygote.break_session(self)
-      inbox.clear()
+      self._drop(len(inbox))
       return False
     first = bytes(inbox[:1])
-    if first == harness.READY and not turn.ready:
-      del inbox[:1]
+    if first == harness.READY and not turn.pid:
+      self._drop(1)
       return self._begin(turn, sender)
     if first == harness.DIED:
       return self._rolled_back(turn)
-    if not turn.ready:
+    if not turn.pid:
       return self._broken()
     length = executions.frame_length(inbox)
     if length < 0 or length > turn.result_room or (0 < length < len(inbox)):
@@ -234,7 +249,7 @@ class Session:
     if not length or len(inbox) < length:
       return False
     frame = executions.parse_frame(inbox)
-    inbox.clear()
+    self._drop(length)
     if frame is None:
       return self._broken()
     if turn.reason:  # it was faster than the kill; the turn is over, as it should be
@@ -250,7 +265,8 @@ class Session:
   def _begin(self, turn: Execution, sender: int) -> bool:
     turn.pid = sender  # the kernel's word; it may be dead by now
     turn.cpu_before = lowlevel.cpu_seconds(sender) if sender == self.pid else 0.0
-    turn.begin()
+    if not turn.ready:
+      turn.begin()
     if turn.reason:  # killed before it began
       self._zygote.kill_turn(self)
     self._zygote.plan_check(turn)
@@ -264,7 +280,7 @@ class Session:
     _, status, cpu_s, peak = harness.DEATH.unpack_from(inbox)
     if len(inbox) > harness.DEATH.size or (turn.pid and (turn.pid == self.pid or self.is_member(turn.pid))):
       return self._broken()
-    inbox.clear()
+    self._drop(len(inbox))
     self.drain()
     result, parts = executions.judge(turn, status, cpu_s)
     result["max_rss_bytes"] = peak
@@ -272,30 +288,33 @@ class Session:
     return True
 
   def _broken(self) -> bool:
-    self._inbox.clear()
+    self._drop(len(self._inbox))
     self._zygote.break_session(self)
     return False
 
   def ended(self, status: int, cpu_s: float) -> None:
     """Its process has died: takes in what is still in the channel and tells the pool how the turn ended."""
-    turn, inbox = self.turn, self._inbox
+    turn = self.turn
     if turn is None:
       return
     with contextlib.suppress(OSError):
-      while data := self._channel.recv(_READ_BYTES):
-        inbox += data[: max(0, turn.result_room - len(inbox))]
-    if self.opened and not turn.ready and inbox[:1] == harness.READY:
-      del inbox[:1]
-      turn.begin()
+      data = bytearray(_READ_BYTES)
+      while count := self._channel.recv_into(data):
+        self._take_in(data, min(count, max(0, turn.result_room - len(self._inbox))))
+    if self.opened and not turn.pid and self._inbox[:1] == harness.READY:
+      self._drop(1)
+      if not turn.ready:
+        turn.begin()
     self.drain()
-    frame = None if turn.reason or not turn.ready else executions.parse_frame(inbox)
+    frame = None if turn.reason or not turn.ready else executions.parse_frame(self._inbox)
     if not self.opened:
-      turn.kept[executions.RESULT].extend(inbox)
+      turn.kept[executions.RESULT].add(self._inbox)
+    self._drop(len(self._inbox))
     self.answer(*(frame or executions.judge(turn, status, cpu_s)), state="gone", cpu_s=cpu_s)
 
   # -- ending --------------------------------------------------------------------------------------------------------
 
-  def answer(self, result: dict[str, Any], parts: list[bytes], *, state: str, cpu_s: float | None = None) -> None:
+  def answer(self, result: dict[str, Any], parts: list[bytearray], *, state: str, cpu_s: float | None = None) -> None:
     """Tells the pool how the turn ended."""
     turn, self.turn, self.job = self.turn, None, None
     self._may_fork = False

@@ -20,7 +20,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentic_rl.sandbox import execution as executions
@@ -32,6 +32,8 @@ from agentic_rl.sandbox.turns import Session
 _READ_BYTES = 65_536
 _CHILD_NICE = 4
 _MOST_BITES = 64
+_MOST_PIECES = 512  # fewer than the kernel takes at once
+_LARGE_BYTES = 1 << 20
 
 
 class Zygote:
@@ -44,7 +46,10 @@ class Zygote:
     self._plan = plan
     self._proc = proc
     self._inbox = framing.Inbox()
-    self._outbox = bytearray()
+    self._outbox: collections.deque[bytearray] = collections.deque()
+    self._sent = 0  # of the first piece
+    self._trim = False  # a large result has been sent
+    self._buffer = bytearray(_READ_BYTES)
     self._stuck = False  # the socket did not take all of the outbox
     self._jobs: list[harness.Job] = []
     self._running: dict[int, tuple[Execution, list[int]]] = {}  # by process id, with the read ends
@@ -98,21 +103,34 @@ class Zygote:
 
   # -- the pool's side -----------------------------------------------------------------------------------------------
 
-  def send(self, header: dict[str, Any], body: list[bytes | bytearray] | None = None) -> None:
-    """Queues one frame for the pool."""
-    self._outbox += framing.pack(header, body or ())
+  def send(self, header: dict[str, Any], body: Sequence[bytearray] = ()) -> None:
+    """Queues one frame for the pool; the pieces of the body are wiped when they have been sent."""
+    size = sum(map(len, body))
+    self._outbox.append(bytearray(framing.head(header, size)))
+    self._outbox.extend(piece for piece in body if piece)
+    self._trim = self._trim or size > _LARGE_BYTES
 
   def _flush(self) -> None:
     if not self._outbox:
       return
     try:
-      sent = self._control.send(self._outbox)
-      framing.wipe(self._outbox, sent)
-      del self._outbox[:sent]
+      while self._outbox:
+        batch = [self._outbox[i] for i in range(min(len(self._outbox), _MOST_PIECES))]
+        batch_views: list[bytearray | memoryview] = [memoryview(batch[0])[self._sent :], *batch[1:]]
+        sent = self._sent + self._control.sendmsg(batch_views)
+        batch_views.clear()
+        while self._outbox and sent >= len(self._outbox[0]):
+          piece = self._outbox.popleft()
+          sent -= len(piece)
+          framing.wipe(piece, len(piece))
+        self._sent = sent
     except BlockingIOError:
       pass
     except ConnectionError:
       self._outbox.clear()  # the end of file follows
+    if self._trim and not self._outbox:
+      self._trim = False
+      lowlevel.trim_heap()
     if self._stuck != bool(self._outbox):
       self._stuck = not self._stuck
       self._epoll.modify(self._control, select.EPOLLIN | (select.EPOLLOUT if self._stuck else 0))
@@ -190,10 +208,11 @@ class Zygote:
   def _forget(self) -> None:
     """In a child: drops what belongs to others."""
     self._inbox.clear()
-    framing.wipe(self._outbox, len(self._outbox))
+    for piece in self._outbox:
+      framing.wipe(piece, len(piece))
     for execution, _ in self._running.values():
       for kept in execution.kept:
-        framing.wipe(kept, len(kept))
+        kept.wipe()
     for session in self._sessions.values():
       session.wipe()
     for store in (self._outbox, self._running, self._sessions, self._by_pid, self._handlers, self._filters):
@@ -268,7 +287,7 @@ class Zygote:
       for fd in pipes:
         os.close(fd)
       self.give_back(directory, uid, job.limits["disk_mib"])
-      execution.kept[executions.RESULT].extend(b" " + repr(error).encode())
+      execution.kept[executions.RESULT].add(b" " + repr(error).encode())
       self.send(*self._unstarted(execution))
       return
     readers, writers = pipes[::2], pipes[1::2]
@@ -276,7 +295,7 @@ class Zygote:
       try:
         harness.run_once(job, room, writers)
       finally:
-        os._exit(1)
+        harness.leave(1)
     framing.wipe(job.code, len(job.code))
     framing.wipe(job.stdin, len(job.stdin))
     execution.pid, execution.uid = pid, uid
@@ -290,7 +309,7 @@ class Zygote:
       os.set_blocking(reader, False)
       self.watch(reader, functools.partial(self._read, execution, readers, index, reader))
 
-  def _unstarted(self, execution: Execution) -> tuple[dict[str, Any], list[bytes | bytearray]]:
+  def _unstarted(self, execution: Execution) -> tuple[dict[str, Any], list[bytearray]]:
     result, parts = executions.judge(execution, 1 << 8, 0.0)
     header, body = executions.answer(execution, result, parts, 0.0, state="gone")
     return {"done": header}, body
@@ -313,20 +332,29 @@ class Zygote:
 
   def _read(self, execution: Execution, readers: list[int], index: int, fd: int) -> bool:
     """Takes one bite from a pipe; False if there is nothing more now."""
-    try:
-      data = os.read(fd, _READ_BYTES)
-    except BlockingIOError:
+    count = self.read_into(fd, execution, index)
+    if count <= 0:
+      if not count:
+        self._close(readers, fd)
       return False
-    if not data:
-      self._close(readers, fd)
-      return False
-    execution.take(index, data)
-    if index == executions.RESULT and not execution.ready and execution.kept[index][:1] == harness.READY:
+    if index == executions.RESULT and not execution.ready and execution.kept[index].first() == harness.READY:
       execution.begin()
       self.plan_check(execution)
     if execution.flooded():
       self._kill(execution, "output")
     return True
+
+  def read_into(self, fd: int, execution: Execution | None, index: int) -> int:
+    """Reads once, by way of a buffer that is wiped; returns how many bytes came, -1 if there are none now."""
+    try:
+      count = os.readv(fd, [self._buffer])
+    except BlockingIOError:
+      return -1
+    if execution is not None:
+      with memoryview(self._buffer) as view:
+        execution.take(index, view[:count])
+    framing.wipe(self._buffer, count)
+    return count
 
   def _close(self, readers: list[int], fd: int) -> None:
     self.unwatch(fd)
@@ -392,7 +420,9 @@ class Zygote:
           os.killpg(group, signal.SIGKILL)
       _, status, usage = os.wait4(pid, 0)
       heir = self._by_pid.get(self._retired.pop(pid, 0))
-      if heir is not None and not _is_child(heir.pid):  # it had died, and the old process was faster to collect it
+      if heir is not None and not lowlevel.is_child(
+        heir.pid
+      ):  # it had died, and the old process was faster to collect it
         self._session_ended(heir, signal.SIGKILL, usage)
       elif session is not None:
         self._session_ended(session, status, usage)
@@ -427,7 +457,7 @@ class Zygote:
       try:
         session = self._open_session(name, job)
       except OSError as error:
-        execution.kept[executions.RESULT].extend(b" " + repr(error).encode())
+        execution.kept[executions.RESULT].add(b" " + repr(error).encode())
         self.send(*self._unstarted(execution))
         return
     session.turn = execution
@@ -456,7 +486,7 @@ class Zygote:
       try:
         harness.run_session(job, room, (ends[1], ends[3], ends[5]))
       finally:
-        os._exit(1)
+        harness.leave(1)
     for fd in (ends[1], ends[3], ends[5]):
       os.close(fd)
     session = Session(self, name, pid, ends[4], (ends[0], ends[2]), uid, directory, job.limits["disk_mib"])
@@ -562,12 +592,3 @@ class Zygote:
       if not self._children.pids():
         break
       time.sleep(0.002)
-
-
-def _is_child(pid: int) -> bool:
-  """Whether there is such a child, alive or not yet collected."""
-  try:
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-  except ChildProcessError:
-    return False
-  return True

@@ -307,7 +307,7 @@ def test_the_program_decides_each_call_as_the_tables_say(
   allowed = set(syscalls.ALLOWED)
   allowed |= syscalls.PROCESSES if options.get("processes") else set()
   allowed |= syscalls.METADATA if options.get("metadata") else set()
-  special = {"clone", "socketpair", "ioctl", "prctl", "prlimit64", "clone3"}
+  special = {"clone", "socketpair", "ioctl", "fcntl", "prctl", "prlimit64", "clone3"}
   special |= set() if options.get("processes") else {"kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"}
   table = syscalls.TABLES[machine]
   for name in table.keys() - special:
@@ -328,6 +328,8 @@ def test_the_program_decides_each_call_as_the_tables_say(
     decide(table["socketpair"], (1, 2, 0, 0, 0, 0)) == decide(table["socketpair"], (2, 1, 0, 0, 0, 0)) == seccomp._DENY
   )
   assert decide(table["ioctl"], (0, 0x5412, 0, 0, 0, 0)) == seccomp._DENY  # TIOCSTI
+  assert decide(table["fcntl"], (0, 1030, 0, 0, 0, 0)) == seccomp._ALLOW
+  assert {decide(table["fcntl"], (0, command, 0, 0, 0, 0)) for command in (8, 10, 15, 1024, 1026)} == {seccomp._DENY}
   assert decide(table["prlimit64"], (0, 0, 0, 0, 0, 0)) == seccomp._ALLOW
   assert decide(table["prlimit64"], (77, 0, 0, 0, 0, 0)) == seccomp._DENY
 

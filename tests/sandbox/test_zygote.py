@@ -7,9 +7,9 @@ from pathlib import Path
 from agentic_rl.sandbox import execution, framing, harness, scratch
 
 
-def frame(status: int, code: int, value: bytes, error: bytes, magic: bytes = harness.MAGIC) -> bytes:
+def frame(status: int, code: int, value: bytes, error: bytes, magic: bytes = harness.MAGIC) -> bytearray:
   body = harness.FIELD.pack(harness.VALUE, len(value), 1) + value + harness.FIELD.pack(harness.ERROR, len(error), 2)
-  return harness.HEADER.pack(magic, status, code, 5, len(body) + len(error)) + body + error
+  return bytearray(harness.HEADER.pack(magic, status, code, 5, len(body) + len(error)) + body + error)
 
 
 def test_frame_round_trip():
@@ -44,13 +44,20 @@ def test_pool_frames_in_any_pieces_and_nothing_stays_behind():
 def test_anything_but_one_exact_frame_is_rejected():
   good = frame(0, 0, b"12", b"")
   assert execution.parse_frame(good) is not None
-  bad = [b"", good[:-1], good + b"x", frame(4, 0, b"", b""), frame(255, 0, b"", b""), frame(0, 0, b"", b"", b"AGS0")]
+  bad = [
+    bytearray(),
+    good[:-1],
+    good + b"x",
+    frame(4, 0, b"", b""),
+    frame(255, 0, b"", b""),
+    frame(0, 0, b"", b"", b"AGS0"),
+  ]
   assert [execution.parse_frame(data) for data in bad] == [None] * len(bad)
   rng = random.Random(0)
   for _ in range(2000):
     data = bytearray(good)
     data[rng.randrange(4)] ^= 1 + rng.randrange(255)
-    assert execution.parse_frame(bytes(data)) is None
+    assert execution.parse_frame(data) is None
 
 
 def test_no_frame_can_claim_an_infra_error():
