@@ -68,6 +68,11 @@ class Execution:
     if len(kept) > 2 * cap:  # what lies between head and tail goes once there is much of it
       self._cut(index)
 
+  def wipe(self) -> None:
+    """Overwrites what was kept."""
+    for kept in self.kept:
+      kept.wipe()
+
   def _head(self, index: int) -> int:
     return 0 if self.limits["output_keep"] == "tail" else self._caps[index] // 2
 

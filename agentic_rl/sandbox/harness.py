@@ -79,6 +79,11 @@ class Job:
   fetch: Sequence[str]
   fork: bool = False  # for a turn of a session: whether it runs in a fork
 
+  def wipe(self) -> None:
+    """Overwrites what others must not find in memory."""
+    for data in (self.code, self.stdin, *(content for _, content in self.files)):
+      framing.wipe(data, len(data))
+
 
 @dataclasses.dataclass
 class Room:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentic_rl.sandbox import execution as executions
@@ -63,7 +64,6 @@ class Session:
     self._channel.setblocking(False)
     self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     self._inbox = bytearray()
-    self._outbox = b""
     self._gate: seccomp.ForkGate | None = None
     self._may_fork = False
     self._used = False  # whether a turn has run in it
@@ -96,24 +96,22 @@ class Session:
       self._zygote.plan_check(self.turn)
     self._used = True
     self._signal(signal.SIGCONT)
-    self._outbox = framing.pack(header, [job.code, job.stdin])
-    framing.wipe(job.code, len(job.code))
-    framing.wipe(job.stdin, len(job.stdin))
     for index, fd in enumerate(self._outputs):
       if fd >= 0:
         self._zygote.watch(fd, functools.partial(self._read_output, index))
-    self._send()
+    self._hand_out([framing.head(header, len(job.code) + len(job.stdin)), job.code, job.stdin])
+    job.wipe()
 
-  def _send(self) -> None:
-    """Writes what the channel takes; its process reads while it waits for a turn, so the rest follows at once."""
+  def _hand_out(self, parts: Sequence[bytes | bytearray]) -> None:
+    """Writes to the channel; its process reads while it waits for a turn, so that this does not take long."""
     self._channel.settimeout(1.0)
     try:
-      self._channel.sendall(self._outbox)
+      for part in parts:
+        self._channel.sendall(part)
     except OSError:
       self._zygote.break_session(self)
     finally:
       self._channel.setblocking(False)
-      self._outbox = b""
 
   def _signal(self, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -122,10 +120,9 @@ class Session:
   def wipe(self) -> None:
     """In a child of the zygote: forgets what the session has said and what it is to run."""
     if self.turn is not None:
-      for kept in self.turn.kept:
-        kept.wipe()
+      self.turn.wipe()
     if self.job is not None:
-      framing.wipe(self.job.code, len(self.job.code))
+      self.job.wipe()
     framing.wipe(self._inbox, len(self._inbox))
     self._channel.detach()  # closed already with all others; its number may be another's now
 
@@ -320,7 +317,10 @@ class Session:
     self._may_fork = False
     if state != "gone":
       self._signal(signal.SIGSTOP)  # threads that a turn has left running sleep until the next
-    if turn is None or turn.reason == "cancel":
+    if turn is not None and turn.reason == "cancel":
+      turn.wipe()
+      return
+    if turn is None:
       return
     header, body = executions.answer(turn, result, parts, cpu_s or 0.0, state=state)
     self._zygote.send({"done": header}, body)

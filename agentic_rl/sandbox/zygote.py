@@ -211,8 +211,7 @@ class Zygote:
     for piece in self._outbox:
       framing.wipe(piece, len(piece))
     for execution, _ in self._running.values():
-      for kept in execution.kept:
-        kept.wipe()
+      execution.wipe()
     for session in self._sessions.values():
       session.wipe()
     for store in (self._outbox, self._running, self._sessions, self._by_pid, self._handlers, self._filters):
@@ -296,8 +295,7 @@ class Zygote:
         harness.run_once(job, room, writers)
       finally:
         harness.leave(1)
-    framing.wipe(job.code, len(job.code))
-    framing.wipe(job.stdin, len(job.stdin))
+    job.wipe()
     execution.pid, execution.uid = pid, uid
     execution.scratch = directory
     if not self._own_table:
@@ -439,11 +437,13 @@ class Zygote:
         self._close(readers, fd)
     self.give_back(execution.scratch, execution.uid, execution.limits["disk_mib"])
     if execution.reason == "cancel":
+      execution.wipe()
       return
     cpu_s = usage.ru_utime + usage.ru_stime
     result, parts = executions.judge(execution, status, cpu_s)
     result["max_rss_bytes"] = usage.ru_maxrss * 1024
     header, body = executions.answer(execution, result, parts, cpu_s, state="none")
+    execution.kept[executions.RESULT].wipe()
     self.send({"done": header}, body)
 
   # -- sessions ------------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ while f:
   ),
   Snippet("no modules", "import sys\nsys.modules.clear()\n5", "ok error exit", check="^5?$"),
   Snippet("modules of nothing", "import sys\nfor n in list(sys.modules): sys.modules[n] = None\n1/0", "error exit"),
-  Snippet("os without functions", "import os\nos._exit = os.write = os.getpid = None\n1", "exit crash error"),
+  Snippet("os without functions", "import os\nos._exit = os.write = os.getpid = None\n1", "ok exit crash error"),
   Snippet("os whose exit does not", "import os\nos._exit = lambda c: None\n5", "ok exit crash", check="^5?$"),
   Snippet(
     "struct that lies",
