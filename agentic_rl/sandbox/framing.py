@@ -32,6 +32,7 @@ class Inbox:
   """
 
   def __init__(self, size: int = 1 << 16) -> None:
+    self._size = size
     self._buffer = bytearray(size)
     self._begin = self._end = 0
 
@@ -72,6 +73,8 @@ class Inbox:
       self._begin = end
       if self._begin == self._end:
         self._begin = self._end = 0
+        if len(self._buffer) > self._size:  # grown for one large frame
+          self._buffer = bytearray(self._size)
       yield header, body
 
   def clear(self) -> None:

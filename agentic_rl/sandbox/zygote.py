@@ -33,7 +33,7 @@ _READ_BYTES = 65_536
 _CHILD_NICE = 4
 _MOST_BITES = 64
 _MOST_PIECES = 512  # fewer than the kernel takes at once
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 17
 
 
 class Zygote:
@@ -111,18 +111,17 @@ class Zygote:
     self._trim = self._trim or size > _LARGE_BYTES
 
   def _flush(self) -> None:
-    if not self._outbox:
-      return
     try:
       while self._outbox:
         batch = [self._outbox[i] for i in range(min(len(self._outbox), _MOST_PIECES))]
         batch_views: list[bytearray | memoryview] = [memoryview(batch[0])[self._sent :], *batch[1:]]
         sent = self._sent + self._control.sendmsg(batch_views)
         batch_views.clear()
+        batch.clear()
         while self._outbox and sent >= len(self._outbox[0]):
-          piece = self._outbox.popleft()
-          sent -= len(piece)
-          framing.wipe(piece, len(piece))
+          sent -= len(self._outbox[0])
+          framing.wipe(self._outbox[0], len(self._outbox[0]))
+          self._outbox.popleft()
         self._sent = sent
     except BlockingIOError:
       pass
@@ -146,6 +145,7 @@ class Zygote:
       return False
     self._inbox.received(count)
     for header, body in self._inbox.frames():
+      self._trim = self._trim or len(body) > _LARGE_BYTES
       self._handle(header, body)
     return count > 0
 
