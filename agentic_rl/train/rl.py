@@ -160,12 +160,10 @@ class Run:
     step = step or 0
     if step < config.train.iterations:
       (path / DONE).unlink(missing_ok=True)  # of a shorter run
-    tool = None
-    if dialect.call_budget > 0:
-      tool = await setup.start_tool(config, stack)
     engine = setup.build_engine(config, policy, tokenizer, learner.mesh)
     stack.push_async_callback(engine.close)
     publisher = Publisher(config.publication.directory or path / "publications", policy.config, tokenizer.fingerprint)
+    tool = await setup.start_tool(config, stack) if dialect.call_budget > 0 else None
     run = cls(
       config=config,
       workdir=path,
