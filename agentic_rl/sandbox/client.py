@@ -157,8 +157,7 @@ class RemoteInterpreter:
       SandboxClosedError: The interpreter is closed.
     """
     self._check(code, stdin)
-    if isinstance(fetch, str):
-      raise LimitsError(f"fetch must be a sequence of file names, got the str {fetch!r}")
+    _check_files(files or {}, fetch)
     used = limits or self.config.limits
     request_id = uuid.uuid4().hex
     asked = wire.RunRequest(
@@ -180,10 +179,13 @@ class RemoteInterpreter:
     encode = _encode_native if native else _encode_fusion
     large = sum(map(len, asked.files.values())) > _LARGE_BYTES
     body = await asyncio.to_thread(encode, asked, used) if large else encode(asked, used)
-    decode = wire.decode_result if native else lambda said: wire.decode_fusion(said, asked, used)
+
+    def decode(said: Any) -> ExecResult:
+      return wire.decode_result(said, asked.fetch) if native else wire.decode_fusion(said, asked, used)
+
     path = "/v1/run" if native else "/run_code"
     tries = _Tries(self.config, used.wall_s, self._pool.closing)
-    begun: list[Host] = []  # where it may have started
+    begun: list[Host | None] = []  # where it may have started; None for a server that has ended since
     stay: Host | None = None  # where it may be running, and would be joined
     while True:
       host = stay
@@ -214,6 +216,8 @@ class RemoteInterpreter:
           stay = host if stay is None else None
         elif isinstance(error, hosts.NotStartedError):
           stay = None
+          if error.final and host in begun:
+            begun[begun.index(host)] = None  # whatever answers at this address later knows nothing of the snippet
         self._counts["busy" if isinstance(error, hosts.BusyError) else "retries"] += 1
         if not await tries.pause(error):
           where = f"{host.url}: " if host is not None else ""
@@ -225,7 +229,7 @@ class RemoteInterpreter:
     stay.in_flight += 1
     return stay
 
-  def _give_up(self, host: Host | None, why: str, begun: Sequence[Host]) -> ExecResult:
+  def _give_up(self, host: Host | None, why: str, begun: Sequence[Host | None]) -> ExecResult:
     if host is not None:
       self._pool.fail(host, why)
       why = f"{host.url}: {why}"
@@ -438,6 +442,17 @@ class RemoteSession:
       task = self._drop()
       if task is not None:
         await asyncio.wait([task])
+
+
+def _check_files(files: Mapping[str, bytes], fetch: Sequence[str]) -> None:
+  """What would be changed on the way, or could not be sent; the rest is for the server to say."""
+  if isinstance(fetch, str):
+    raise LimitsError(f"fetch must be a sequence of file names, got the str {fetch!r}")
+  for name, content in files.items():
+    if not isinstance(name, str):
+      raise LimitsError(f"the name of a file must be a str, got {name!r}")
+    if not isinstance(content, bytes | bytearray | memoryview):
+      raise LimitsError(f"the content of file {name!r} must be bytes, got {type(content).__name__}")
 
 
 def _facts(said: Any) -> dict[str, Any]:

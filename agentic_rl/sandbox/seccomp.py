@@ -17,7 +17,7 @@ from agentic_rl.sandbox import lowlevel, syscalls
 _SET_MODE_FILTER = 1
 _GET_ACTION_AVAILABLE = 2
 _NEW_LISTENER = 1 << 3
-_EPERM, _ENOSYS = 1, 38
+_EPERM, _ENOSYS, _ENOTSUP = 1, 38, 95
 
 _KILL_PROCESS = 0x80000000
 _ERRNO = 0x00050000
@@ -25,6 +25,7 @@ _USER_NOTIFY = 0x7FC00000
 _ALLOW = 0x7FFF0000
 _DENY = _ERRNO | _EPERM
 _UNKNOWN = _ERRNO | _ENOSYS
+_UNSUPPORTED = _ERRNO | _ENOTSUP  # which copies of files take for what it is
 
 _LOAD = 0x20  # load a word of the call's data
 _JUMP_EQUAL = 0x15
@@ -152,12 +153,12 @@ class Filter:
   """A filter, prepared once and installed in each child.
 
   Args:
-    processes: Whether processes may be started and signalled; they stay in the process group.
+    processes: Whether processes may be started and signalled, where a process table of their own contains them.
     fork_listener: Whether a fork asks the holder of the listener for leave instead of being denied.
     metadata: Whether modes and times of files may be changed, which is harmless where all files are one's own.
   """
 
-  _PID = 0xFFFFFFFE
+  _PID = 0x7FFFFFFE  # larger than any process id, and not the name of a group, as a negative one would be
 
   def __init__(self, *, processes: bool = False, fork_listener: bool = False, metadata: bool = False) -> None:
     machine = platform.machine()
@@ -186,6 +187,7 @@ class Filter:
         asm.block(table[name], body)
     # What is unknown fails as if it did not exist, so that the C library falls back, as from clone3 to clone.
     actions = {table[name]: _ALLOW if name in allowed else _DENY for name in table.keys() - {"clone3"}}
+    actions |= {table[name]: _UNSUPPORTED for name in table if "xattr" in name}
     asm.code += _search(_intervals(actions))
     self._pieces = b"".join(_INSTRUCTION.pack(*instruction) for instruction in asm.code)
     marker = struct.pack("=I", self._PID)

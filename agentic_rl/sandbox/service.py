@@ -329,14 +329,21 @@ class SandboxService:
       return self._refuse(_Refused(429, str(error), "busy", self._wait_s()))
     except SandboxClosedError as error:
       return self._refuse(_Refused(503, str(error), "closed", 1.0))
+    except web.RequestPayloadError as error:
+      return self._refuse(_Refused(400, f"the body cannot be read: {error}"[:500], "unreadable"))
     except web.HTTPException as error:
       where = f"{request.method} {request.path[:200]}"
       return self._refuse(_Refused(error.status, f"{error.reason}: {where}", "path"))
+    except Exception as error:  # noqa: BLE001  (a fault of the service has to be told in JSON as well)
+      _log.exception("%s %s failed", request.method, request.path[:200])
+      return self._refuse(_Refused(500, f"a fault of the service: {type(error).__name__}", "fault"))
 
   def _refuse(self, refusal: _Refused) -> web.Response:
     self._metrics.rejected(refusal.reason)
     said: dict[str, Any] = {"error": str(refusal)}
     headers = {}
+    if refusal.reason in ("size", "unreadable"):
+      headers["Connection"] = "close"  # the rest of the body is still on the way, so that nothing can follow it
     if refusal.status == 422:
       said["detail"] = str(refusal)
     if refusal.status == 401:
@@ -386,7 +393,8 @@ class SandboxService:
     self._metrics.executed(kind, result)
     self._ends.append(asyncio.get_running_loop().time())
     encode = wire.encode_fusion if kind == "run_code" else wire.encode_result
-    if sum(map(len, result.files.values())) > _LARGE_BYTES:
+    texts = (result.stdout, result.stderr, result.value, result.error)
+    if sum(map(len, (*texts, *result.files.values()))) > _LARGE_BYTES:
       return await asyncio.to_thread(lambda: wire.dump(encode(result)))
     return wire.dump(encode(result))
 

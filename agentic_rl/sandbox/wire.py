@@ -7,7 +7,8 @@ import binascii
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, get_args
 
 from agentic_rl.sandbox.limits import LEVELS, Checkpoint, ExecResult, Limits, LimitsError, SandboxError, State, Status
@@ -17,6 +18,11 @@ UNKNOWN_LEVEL = "unknown"
 
 MAX_NAME = 200
 """Longest name: of an owner, a request or a session."""
+
+_MOST_DIGITS = 300  # as many as a float can take
+_BRIEF = reprlib.Repr()  # looks at little of a value, however large or deep that is
+_BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 80
+_BRIEF.maxlevel = 2
 
 
 class WireError(SandboxError, ValueError):
@@ -33,9 +39,15 @@ def parse(body: bytes) -> Any:
     WireError: It is not JSON.
   """
   try:
-    return json.loads(body)
+    return json.loads(body, parse_int=_whole)
   except (ValueError, RecursionError) as error:
     raise WireError(f"the body is not JSON: {error}") from error
+
+
+def _whole(digits: str) -> int:
+  if len(digits) > _MOST_DIGITS:
+    raise ValueError(f"a number has {len(digits)} digits, more than {_MOST_DIGITS}")
+  return int(digits)
 
 
 def dump(value: Any) -> bytes:
@@ -48,7 +60,7 @@ def _say(kind: str) -> Callable[[str, Any], WireError]:
 
 
 def _shown(value: Any) -> str:
-  return value if isinstance(value, str) and value.startswith("nothing") else repr(value)[:80]
+  return value if isinstance(value, str) and value.startswith("nothing") else _BRIEF.repr(value)
 
 
 def text(name: str, value: Any) -> str:
@@ -56,6 +68,15 @@ def text(name: str, value: Any) -> str:
   if not isinstance(value, str):
     raise _say("a string")(name, value)
   return value
+
+
+def input_text(name: str, value: Any) -> str:
+  """A string for standard input, which has to have bytes."""
+  try:
+    text(name, value).encode("utf-8", "surrogateescape")
+  except UnicodeEncodeError as error:
+    raise WireError(f"field {name!r} has a lone surrogate at position {error.start}") from error
+  return str(value)
 
 
 def short_text(name: str, value: Any) -> str:
@@ -83,6 +104,13 @@ def count(name: str, value: Any) -> int:
   """A whole number from 0 on."""
   if integer(name, value) < 0:
     raise _say("an integer from 0 on")(name, value)
+  return int(value)
+
+
+def positive(name: str, value: Any) -> int:
+  """A whole number from 1 on."""
+  if integer(name, value) < 1:
+    raise _say("an integer from 1 on")(name, value)
   return int(value)
 
 
@@ -225,7 +253,7 @@ def run_request(value: Any, default: Limits) -> RunRequest:
     {
       "limits": (optional(lambda name, item: limits(item, default, name)), None),
       "seed": (integer, 0),
-      "stdin": (text, ""),
+      "stdin": (input_text, ""),
       "files": (files, {}),
       "fetch": (names, ()),
       "owner": (short_text, ""),
@@ -268,7 +296,7 @@ def turn_request(value: Any, default: Limits) -> tuple[int, RunRequest]:
   found = fields(
     value,
     {"code": text, "turn": integer},
-    {"limits": (optional(lambda name, item: limits(item, default, name)), None), "stdin": (text, "")},
+    {"limits": (optional(lambda name, item: limits(item, default, name)), None), "stdin": (input_text, "")},
   )
   return found.pop("turn"), RunRequest(**found)
 
@@ -284,7 +312,7 @@ _RESULT: dict[str, Callable[[str, Any], Any]] = {
   **dict.fromkeys(("stdout_dropped", "stderr_dropped", "value_dropped", "error_dropped"), count),
   "files": files,
   "state": one_of(*get_args(State)),
-  "attempt": count,
+  "attempt": positive,
   "level": one_of(*LEVELS, UNKNOWN_LEVEL),
 }
 
@@ -295,13 +323,21 @@ def encode_result(result: ExecResult) -> dict[str, Any]:
   return found | {"files": encode_files(result.files)}
 
 
-def decode_result(value: Any) -> ExecResult:
+def decode_result(value: Any, fetch: Collection[str] = ()) -> ExecResult:
   """The reverse of `encode_result`; nothing is taken that does not have its type.
 
+  Args:
+    value: What came.
+    fetch: Names of the files that were asked for.
+
   Raises:
-    WireError: It is not a result.
+    WireError: It is not a result, or has a file that was not asked for.
   """
-  return ExecResult(**fields(value, _RESULT, {}))
+  result = ExecResult(**fields(value, _RESULT, {}))
+  for name in result.files:
+    if name not in fetch:
+      raise WireError(f"field 'files' has {name[:MAX_NAME]!r}, which was not asked for")
+  return result
 
 
 def encode_limits(value: Limits) -> dict[str, Any]:
@@ -333,7 +369,7 @@ def fusion_request(value: Any, default: Limits) -> RunRequest:
       "compile_timeout": (seconds, 0.0),
       "run_timeout": (seconds, default.wall_s),
       "memory_limit_MB": (integer, -1),
-      "stdin": (optional(text, ""), ""),
+      "stdin": (optional(input_text, ""), ""),
       "files": (_fusion_files, {}),
       "fetch_files": (names, ()),
       "args": (names, ()),

@@ -21,6 +21,7 @@ from agentic_rl.sandbox import (
   wire,
 )
 from agentic_rl.sandbox.client import RemoteConfig, RemoteInterpreter
+from agentic_rl.sandbox.service import SandboxService
 
 FACTS = {"level": "seccomp", "slots": 3, "limits": LIMITS.__dict__}
 
@@ -111,6 +112,9 @@ def test_runs_as_the_interpreter_does(world: World):
         (b"1", {}, SourceTypeError),
         ("1", {"stdin": 3}, SourceTypeError),
         ("1", {"files": {"../a": b""}}, LimitsError),
+        ("1", {"files": {"a": "text"}}, LimitsError),
+        ("1", {"files": {1: b""}}, LimitsError),
+        ("1", {"stdin": "\ud800"}, LimitsError),
         ("1", {"fetch": "name"}, LimitsError),
         ("#" * 10, {"files": {"a": b"x" * (33 << 20)}}, LimitsError),
       ):
@@ -250,6 +254,7 @@ def test_start_says_what_is_wrong(world: World):
   [
     (lambda: web.Response(text="{"), "not JSON"),
     (lambda: web.Response(text="[" * 50_000), "not JSON"),
+    (result() | {"value": [[[[[]]]]]}, "'value' must be a string, got [[[...]]]"),
     ([], "must be a JSON object"),
     ({}, "field 'status' is missing"),
     (result() | {"status": "fine"}, "'status' must be one of"),
@@ -257,6 +262,9 @@ def test_start_says_what_is_wrong(world: World):
     (result() | {"wall_s": "1"}, "'wall_s' must be a number"),
     (lambda: web.Response(text=json.dumps(result() | {"cpu_s": float("nan")})), "'cpu_s' must be a number"),
     (result() | {"attempt": True}, "'attempt' must be an integer"),
+    (result() | {"attempt": 0}, "'attempt' must be an integer from 1 on"),
+    (lambda: web.Response(text='{"wall_s": 1%s}' % ("0" * 400)), "401 digits"),
+    (result() | {"files": {"../a": ""}}, "'../a', which was not asked for"),
     (result() | {"files": {"a": "*"}}, "'files.a' is not base64"),
     (result() | {"level": "superb"}, "'level' must be one of"),
     (result() | {"more": 1}, "unknown field 'more'"),
@@ -276,6 +284,16 @@ def test_malformed_answers(answer: Any, what: str):
   asyncio.run(body())
 
 
+def test_deep_answers():
+  def further_down(said: Any, frames: int) -> Any:
+    return further_down(said, frames - 1) if frames else wire.decode_result(said)
+
+  text = json.dumps(result()).replace('"value": ""', '"value": %s')
+  for depth in range(1, 1100):  # somewhere among them the parser can still read what `repr` cannot write
+    with pytest.raises(wire.WireError):
+      further_down(wire.parse((text % ("[" * depth + "]" * depth)).encode()), 10)
+
+
 def test_a_busy_server_is_asked_later():
   async def body() -> None:
     def busy() -> web.Response:
@@ -290,6 +308,9 @@ def test_a_busy_server_is_asked_later():
       assert min(gaps) >= 0.15 and gaps[-1] >= 1.0
       assert len({asked["request_id"] for asked in server.asked}) == 1
       assert there.stats()["busy"] == 7
+
+      server.answers = [lambda: web.Response(status=429, text='{"retry_after_s": 1%s}' % ("0" * 400)), result("9")]
+      assert (await there.run("1")).value == "9"  # it does not say when, in a way that can be read
 
       server.answers = [lambda: reply(exact, 429)]
       begun = time.monotonic()
@@ -353,6 +374,27 @@ def test_a_host_that_dies_while_it_runs():
       assert (lost.status, lost.state) == ("infra_error", "lost") and first.url in lost.error
       assert (await sessions[0].run("z")).ok and other.codes[-1] == "z"
       assert there.stats()["hosts_up"] == 1 and there.stats()["lost"] == 1
+
+  asyncio.run(body())
+
+
+def test_a_host_that_is_started_again_while_it_runs():
+  async def body() -> None:
+    before, after = Script(), Script()
+    after.gate.set()
+    old, new = SandboxService(before), SandboxService(after)
+    port = await old.start()
+    async with remote(f"http://127.0.0.1:{port}", retries=40) as there:
+      task = asyncio.create_task(there.run("wait"))
+      await before.begun(1)
+      await old.drain(0.0)
+      await until(lambda: there.stats()["retries"] >= 2)  # the second finds that nobody listens
+      await new.start(port=port)
+      found = await asyncio.wait_for(task, 5)
+      assert before.codes == after.codes == ["wait"]
+      assert found.ok and found.attempt == 2  # it is another server, though the address is the same
+      assert (await there.run("y")).attempt == 1
+    await new.drain(0.0)
 
   asyncio.run(body())
 

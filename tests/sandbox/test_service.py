@@ -130,7 +130,7 @@ def test_run_gives_the_whole_result(world: World):
       return await http.post("/v1/run", code=code, seed=3, owner="me", **fields)
 
   status, said = world.do(body())
-  result = wire.decode_result(said)
+  result = wire.decode_result(said, ["f"])
   assert status == 200 and (result.status, result.stdout, result.value) == ("ok", "abc\n", "7")
   assert result.files == {"f": b"ab"} and result.level == world.interpreter.level
 
@@ -147,6 +147,10 @@ def test_run_gives_the_whole_result(world: World):
     ("/v1/run", {"code": "", "limits": {"cpu": 1}}, 400, "unknown field 'limits.cpu'"),
     ("/v1/run", {"code": "", "limits": {"cpu_s": -1}}, 400, "Limits.cpu_s"),
     ("/v1/run", {"code": "", "limits": {"cpu_s": [1]}}, 400, "Limits.cpu_s"),
+    ("/v1/run", b'{"code": "", "limits": {"cpu_s": 1%s}}' % (b"0" * 400), 400, "401 digits"),
+    ("/run_code", b'{"code": "", "language": "python", "run_timeout": 1%s}' % (b"0" * 400), 422, "401 digits"),
+    ("/v1/run", {"code": "", "stdin": "\ud800"}, 400, "'stdin' has a lone surrogate"),
+    ("/run_code", {"code": "", "language": "python", "stdin": "\ud800"}, 422, "'stdin' has a lone surrogate"),
     ("/v1/run", {"code": "", "seed": 1.5}, 400, "'seed' must be an integer"),
     ("/v1/run", {"code": "", "seed": True}, 400, "'seed' must be an integer"),
     ("/v1/run", {"code": "", "stdin": None}, 400, "'stdin' must be a string"),
@@ -165,6 +169,32 @@ def test_bad_requests(world: World, path: str, body: Any, status: int, what: str
 
   got, said = world.do(ask())
   assert got == status and what in said["error"]
+
+
+def test_a_body_that_cannot_be_unpacked():
+  async def ask() -> None:
+    async with serving(Script()) as http:
+      options: Any = {"data": b"xx", "headers": {"Content-Encoding": "gzip"}}
+      async with http.session.post("/v1/run", **options) as answer:
+        assert answer.status == 400 and "cannot be read" in (await answer.json())["error"]
+        assert answer.headers["Connection"] == "close"
+      assert (await http.post("/v1/run", code="1"))[0] == 200
+
+  asyncio.run(ask())
+
+
+def test_a_fault_of_the_service_is_json_too():
+  async def ask() -> None:
+    script = Script()
+    script.error = RuntimeError("a secret")
+    async with serving(script) as http:
+      for path, fields in (("/v1/run", {}), ("/v1/run", {"request_id": "a"}), ("/run_code", {"language": "python"})):
+        status, said = await http.post(path, code="1", **fields)
+        assert status == 500 and said == {"error": "a fault of the service: RuntimeError"}
+      script.error = None
+      assert (await http.post("/v1/run", code="1", request_id="a"))[0] == 200
+
+  asyncio.run(ask())
 
 
 def test_large_bodies(world: World):
