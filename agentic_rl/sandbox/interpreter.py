@@ -321,7 +321,10 @@ class Interpreter:
     named = _checked_files(files or {}, fetch, used["disk_mib"], used["file_mib"])
     if not urgent and self.config.queue and len(self._queue) >= self.config.queue:
       raise SandboxBusyError(f"{self.config.queue} snippets wait already, as many as InterpreterConfig.queue allows")
-    body = (code.encode(), stdin.encode("utf-8", "surrogateescape"), *named.values())
+    try:
+      body = (code.encode(), stdin.encode("utf-8", "surrogateescape"), *named.values())
+    except UnicodeEncodeError as error:
+      raise LimitsError(f"the standard input has a lone surrogate at position {error.start}") from error
     header = {
       "sizes": [len(part) for part in body],
       "files": list(named),
