@@ -28,7 +28,7 @@ def test_every_call_works_and_only_what_is_asked_for_is_loaded(modules: list[str
   assert done.returncode == 0, done.stderr
   first, loaded, last = done.stdout.splitlines()
   assert (first, last) == ("{} True", "{}") and done.stderr == ""
-  assert set(name.split(".")[0] for name in modules) <= set(eval(loaded)) and (modules or loaded == "[]")
+  assert {name.split(".")[0] for name in modules} <= set(eval(loaded)) and (modules or loaded == "[]")
   assert list(tmp_path.iterdir()) == []
 
 
