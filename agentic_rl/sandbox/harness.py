@@ -151,6 +151,13 @@ def _connect(ends: Sequence[int], rules: landlock.Rules | None) -> None:
   os.closerange(_RULESET_FD + (ruleset >= 0), MOST_DESCRIPTORS)
 
 
+def _open_null() -> None:
+  """An open file of its own as descriptor 0: flags and locks of the one that was inherited are shared by all."""
+  fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+  os.dup2(fd, 0)
+  os.close(fd)
+
+
 def _offer_input(data: bytes | bytearray) -> None:
   """Makes descriptor 0 a file in memory."""
   fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
@@ -367,6 +374,8 @@ def run_once(job: Job, room: Room, ends: Sequence[int]) -> None:
     result_fd = _RESULT_FD
     if job.stdin:
       _offer_input(job.stdin)
+    else:
+      _open_null()
     _shut_in(room, job.limits, session=False)
     _write_files(job.files)
     _seed(job.seed)

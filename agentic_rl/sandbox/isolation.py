@@ -22,7 +22,7 @@ LEVELS = ("process", "seccomp", "landlock", "namespace")
 MOST_USERS = 65_536
 """User ids that a zygote may use, from `Plan.first_uid` on."""
 
-SCRATCH = "/tmp"
+SCRATCH = "/scratch" if any(p.startswith("/tmp/") for p in (sys.prefix, sys.base_prefix, sys.exec_prefix)) else "/tmp"
 """Working directory of a snippet inside a root directory of its own."""
 
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")

@@ -186,9 +186,11 @@ class Zygote:
   def _filter(self, processes: bool, listener: bool) -> seccomp.Filter | None:
     if not self._plan.at_least("seccomp"):
       return None
+    # As uid 0 of the host a snippet would own the devices, which are the host's.
+    metadata = self._own_table and (self._plan.first_uid > 0 or os.geteuid() != 0)
     key = (processes, listener)
     if key not in self._filters:
-      self._filters[key] = seccomp.Filter(processes=processes, fork_listener=listener, metadata=self._own_table)
+      self._filters[key] = seccomp.Filter(processes=processes, fork_listener=listener, metadata=metadata)
     return self._filters[key]
 
   def _room(self, directory: str, uid: int, processes: int, listener: bool) -> harness.Room:

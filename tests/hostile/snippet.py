@@ -73,7 +73,7 @@ def attempt(action):
 """
 
 DENIED = r"'(EPERM|EACCES|ENOSYS)'"
-DENIED_OR_ABSENT = r"'(EPERM|EACCES|ENOSYS|ENOENT|ESRCH|EROFS|ENODEV|ENXIO)'"
+DENIED_OR_ABSENT = r"'(EPERM|EACCES|ENOSYS|ENOENT|ESRCH|EROFS|ENODEV|ENXIO|ENOTSUP|EOPNOTSUPP)'"
 ALL_DENIED = r"\{\}"
 """For snippets whose value is a dict of what was not denied."""
 
