@@ -43,7 +43,6 @@ class Execution:
     self.uid = 0
     self.scratch = ""  # working directory
     self.directory = ""  # the same where disk_mib has to be watched, since no file system limits it
-    self.cpu_before = 0.0
     self.kept = (Pieces(), Pieces(), Pieces())
     self.dropped = [0, 0, 0]
     cap = limits["output_bytes"]
@@ -110,7 +109,7 @@ class Execution:
       return "wall"
     if not self.ready:
       return ""
-    left = self.limits["cpu_s"] - (cpu_s - self.cpu_before)
+    left = self.limits["cpu_s"] - cpu_s
     if left <= 0:
       return "cpu"
     if self.directory and disk_bytes(self.directory) > self.limits["disk_mib"] << 20:

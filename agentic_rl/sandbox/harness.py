@@ -54,7 +54,7 @@ MOST_DESCRIPTORS = 65_536
 _RESULT_FD = 3
 _DEFAULT_SIGNALS = (_signal.SIGCHLD, _signal.SIGTERM, _signal.SIGHUP)
 _RULESET_FD = 4
-_MEMORY_RESERVE = 64 << 20  # for the report on a MemoryError
+MEMORY_RESERVE = 64 << 20  # for the report on a MemoryError
 _NOTE = "Note: this sandbox has no network, starts no processes and opens no files but its own.\n"
 leave = os._exit
 """Ends the process at once. Bound here, since a snippet may change the module."""
@@ -190,11 +190,12 @@ def _shut_in(room: Room, limits: dict[str, Any], session: bool) -> int:
   if not session:  # the zygote watches the time; this holds should it be gone
     _set_limit(resource.RLIMIT_CPU, math.ceil(limits["cpu_s"]) + 1, slack=1)
   _set_limit(resource.RLIMIT_FSIZE, limits["file_mib"] << 20)
-  _set_limit(resource.RLIMIT_NOFILE, limits["open_files"])
+  if not session:
+    _set_limit(resource.RLIMIT_NOFILE, limits["open_files"])
   if room.uid or os.geteuid() != 0:  # the kernel exempts uid 0
     processes = limits["processes"] + (2 if session else 1)
     _set_limit(resource.RLIMIT_NPROC, room.tasks + processes + limits["threads"])
-  _set_limit(resource.RLIMIT_AS, room.base_bytes + (limits["memory_mib"] << 20), slack=_MEMORY_RESERVE)
+  _set_limit(resource.RLIMIT_AS, room.base_bytes + (limits["memory_mib"] << 20), slack=MEMORY_RESERVE)
   if room.rules is not None:
     landlock.restrict(_RULESET_FD, room.directory)
   if room.uid:
@@ -209,7 +210,16 @@ def _shut_in(room: Room, limits: dict[str, Any], session: bool) -> int:
   return -1 if room.filter is None else room.filter.install(0 if session else _getpid())
 
 
-def _write_files(files: Sequence[tuple[str, bytearray]]) -> None:
+def _write_files(files: Sequence[tuple[str, bytearray]]) -> str:
+  """Puts the files into the working directory; returns why that cannot be done, or an empty string."""
+  try:
+    _write_each(files)
+  except (OSError, MemoryError) as error:
+    return f"The files cannot be put into the working directory: {type(error).__name__}: {error}\n"
+  return ""
+
+
+def _write_each(files: Sequence[tuple[str, bytearray]]) -> None:
   for name, data in files:
     folder = os.path.dirname(name)
     if folder:
@@ -223,6 +233,9 @@ def _seed(seed: int) -> None:
   numpy = sys.modules.get("numpy")
   if numpy is not None:
     numpy.random.seed(seed % (1 << 32))
+  sympy = sys.modules.get("sympy.core.random")
+  if sympy is not None:
+    sympy.seed(seed)
 
 
 def _make_main() -> dict[str, Any]:
@@ -377,7 +390,7 @@ def run_once(job: Job, room: Room, ends: Sequence[int]) -> None:
     else:
       _open_null()
     _shut_in(room, job.limits, session=False)
-    _write_files(job.files)
+    problem = _write_files(job.files)
     _seed(job.seed)
     room.forget()
     namespace = _make_main()
@@ -389,7 +402,7 @@ def run_once(job: Job, room: Room, ends: Sequence[int]) -> None:
   exit_code = 1
   pid = _getpid()
   try:
-    outcome = _outcome(job.code, "<snippet>", namespace, note)
+    outcome = ("error", 0, "", problem) if problem else _outcome(job.code, "<snippet>", namespace, note)
     if _getpid() == pid:  # else the snippet has forked and this is not the one that reports
       _report(outcome, job)
     exit_code = 0
@@ -401,7 +414,7 @@ def run_session(job: Job, room: Room, ends: Sequence[int]) -> None:
   """Runs turns in this freshly forked process until the zygote hangs up. Its first message carries the fork listener.
 
   Args:
-    job: Seed, limits and files of the session.
+    job: Seed and limits of the session.
     room: How to shut itself in.
     ends: Write ends for stdout and stderr, and this end of the channel's socket.
   """
@@ -411,7 +424,6 @@ def run_session(job: Job, room: Room, ends: Sequence[int]) -> None:
     channel_fd = _RESULT_FD
     _offer_input(b"")
     listener = _shut_in(room, job.limits, session=True)
-    _write_files(job.files)
     _seed(job.seed)
     room.forget()
     namespace = _make_main()
@@ -422,6 +434,8 @@ def run_session(job: Job, room: Room, ends: Sequence[int]) -> None:
       os.close(listener)
     else:
       channel.send(READY)
+    # Not before: descriptors that other snippets of the same user have on the way count against this limit.
+    _set_limit(resource.RLIMIT_NOFILE, job.limits["open_files"])
   except BaseException as error:
     os.write(channel_fd, FAILED + repr(error).encode()[:1000])
     leave(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import logging
 import math
@@ -11,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentic_rl.sandbox import canaries, framing
+from agentic_rl.sandbox.fair_queue import FairQueue
 from agentic_rl.sandbox.limits import (
   MAX_SOURCE_BYTES,
   Checkpoint,
@@ -37,49 +37,6 @@ _BACKOFF_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _log = logging.getLogger(__name__)
 
 
-class _Queue:
-  """Waiting requests, handed out in turn to each owner, so that none with many waits holds up the others."""
-
-  def __init__(self) -> None:
-    self._by_owner: collections.OrderedDict[str, collections.deque[Request]] = collections.OrderedDict()
-    self._count = 0
-
-  def __len__(self) -> int:
-    return self._count
-
-  def push(self, request: Request, front: bool = False) -> None:
-    line = self._by_owner.setdefault(request.owner, collections.deque())
-    if front:
-      line.appendleft(request)
-      self._by_owner.move_to_end(request.owner, last=False)
-    else:
-      line.append(request)
-    self._count += 1
-
-  def pop(self) -> Request:
-    owner, line = next(iter(self._by_owner.items()))
-    request = line.popleft()
-    if line:
-      self._by_owner.move_to_end(owner)
-    else:
-      del self._by_owner[owner]
-    self._count -= 1
-    return request
-
-  def remove(self, request: Request) -> bool:
-    line = self._by_owner.get(request.owner, collections.deque())
-    if request not in line:
-      return False
-    line.remove(request)
-    if not line:
-      del self._by_owner[request.owner]
-    self._count -= 1
-    return True
-
-  def __iter__(self) -> Any:
-    return (request for line in self._by_owner.values() for request in line)
-
-
 @dataclasses.dataclass(eq=False)
 class _Group:
   """Parents with the same preloaded modules."""
@@ -90,6 +47,7 @@ class _Group:
   starting: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
   waiting: list[Request] = dataclasses.field(default_factory=list)
   failures: int = 0
+  problem: str = ""  # of the last start that failed
 
 
 class Interpreter:
@@ -112,12 +70,13 @@ class Interpreter:
     self.config = config
     self._slots = config.resolved_slots()
     self._used = 0
-    self._queue = _Queue()
+    self._queue = FairQueue()
     self._groups: list[_Group] = []
     self._next_id = 0
     self._watchdog: asyncio.Task[None] | None = None
     self._burials: set[asyncio.Task[None]] = set()
     self._closed = False
+    self._closing: asyncio.Task[None] | None = None
     self._facts: dict[str, Any] = {}
     self._default_limits = dataclasses.asdict(config.limits)
     self._open_sessions: dict[str, Session] = {}
@@ -166,6 +125,11 @@ class Interpreter:
     await self.close()
 
   @property
+  def closed(self) -> bool:
+    """Whether `close` has been called."""
+    return self._closed
+
+  @property
   def level(self) -> str:
     """Name of the isolation in force."""
     return str(self._facts.get("level", "process"))
@@ -176,9 +140,13 @@ class Interpreter:
     Raises:
       SandboxStartError: One did not come up.
     """
-    for group in self._groups:
+    if self._closed:
+      raise SandboxClosedError("the interpreter is closed; start a new one with Interpreter.start")
+    for index, group in enumerate(self._groups):
+      self._pick(index)
+      await asyncio.gather(*group.starting, return_exceptions=True)
       if not group.parents:
-        group.parents.append(await Parent.start(self, group.modules))
+        raise SandboxStartError(group.problem or "the interpreter was closed while it started")
 
   async def run(
     self,
@@ -252,8 +220,11 @@ class Interpreter:
 
   async def close(self) -> None:
     """Kills everything that runs and waits until it is gone. Unanswered snippets get `infra_error`. Idempotent."""
-    if self._closed:
-      return
+    if self._closing is None:
+      self._closing = asyncio.get_running_loop().create_task(self._close())
+    await asyncio.shield(self._closing)  # who is cancelled while it waits does not leave it half done
+
+  async def _close(self) -> None:
     self._closed = True
     tasks = [task for group in self._groups for task in group.starting]
     if self._watchdog is not None:
@@ -319,6 +290,8 @@ class Interpreter:
     if refusal:
       return ExecResult("refused", error=refusal, level=self.level, state="kept" if session else "none")
     named = _checked_files(files or {}, fetch, used["disk_mib"], used["file_mib"])
+    if len(stdin) > min(used["file_mib"], used["memory_mib"] // 4) << 20:
+      raise LimitsError("the standard input must be at most file_mib and a quarter of memory_mib")
     if not urgent and self.config.queue and len(self._queue) >= self.config.queue:
       raise SandboxBusyError(f"{self.config.queue} snippets wait already, as many as InterpreterConfig.queue allows")
     try:
@@ -403,6 +376,7 @@ class Interpreter:
       parent = await Parent.start(self, group.modules)
     except SandboxStartError as error:
       _log.error("the sandbox cannot start a parent process: %s", error)
+      group.problem = str(error)
       for request in group.waiting:
         self._fail(request, str(error))
       group.waiting.clear()

@@ -77,7 +77,9 @@ class Limits:
     wall_s: Seconds from the moment that the child is ready; then its process tree is killed (`timeout`).
     cpu_s: CPU seconds (`cpu`).
     memory_mib: Address space beyond that of the parent, per process (`memory` if the MemoryError is not caught).
-    disk_mib: Space for files in the scratch directory (OSError ENOSPC at level `namespace`, else `disk`).
+    disk_mib: Space for files in the scratch directory (OSError ENOSPC at level `namespace`). At other levels it is
+      measured four times a second, without files that have no name any more; that, and more than 4,096 files, end it
+      (`disk`).
     file_mib: Largest file that may be written (OSError EFBIG in the snippet).
     open_files: Open descriptors per process (OSError EMFILE).
     threads: Threads besides the first (RuntimeError). Under uid 0 without a spare uid only memory limits them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -215,6 +216,9 @@ class Parent(asyncio.Protocol):
     """Closes the socket, at which the zygote kills all its descendants; returns when nothing is left."""
     self._dead = True
     if self._transport is not None:
+      ours = self._transport.get_extra_info("socket")
+      with contextlib.suppress(OSError):  # also where a fork of the trainer holds a copy
+        ours.shutdown(socket.SHUT_RDWR)
       self._transport.abort()
     await asyncio.to_thread(self._bury)
 

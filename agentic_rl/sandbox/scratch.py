@@ -10,11 +10,16 @@ import time
 _MOST_FILES_COUNTED = 4096
 
 
-def disk_bytes(top: str) -> int:
-  """Bytes on disk below a directory, links not followed."""
+def disk_bytes(top: str) -> float:
+  """Bytes on disk below a directory, links not followed; infinitely many where they cannot be counted.
+
+  Files that are open but have no name any more are not seen.
+  """
   total = counted = 0
   folders = [top]
-  while folders and counted < _MOST_FILES_COUNTED:
+  while folders:
+    if counted > _MOST_FILES_COUNTED:
+      return float("inf")
     try:
       with os.scandir(folders.pop()) as entries:
         for entry in entries:
@@ -23,8 +28,10 @@ def disk_bytes(top: str) -> int:
           total += max(facts.st_blocks * 512, 1024)
           if entry.is_dir(follow_symlinks=False):
             folders.append(entry.path)
-    except OSError:  # gone meanwhile, or closed by the snippet, which then gains nothing: see file_mib
+    except FileNotFoundError:  # gone meanwhile
       continue
+    except OSError:  # closed to us, or too deep for a path
+      return float("inf")
   return total
 
 

@@ -6,7 +6,15 @@ import asyncio
 import dataclasses
 from typing import TYPE_CHECKING
 
-from agentic_rl.sandbox.limits import DIED_EARLY, Checkpoint, ExecResult, Limits, SandboxClosedError, State
+from agentic_rl.sandbox.limits import (
+  DIED_EARLY,
+  Checkpoint,
+  ExecResult,
+  Limits,
+  SandboxClosedError,
+  SandboxError,
+  State,
+)
 
 if TYPE_CHECKING:
   from agentic_rl.sandbox.interpreter import Interpreter
@@ -70,32 +78,34 @@ class Session:
       if self._closed:
         raise SandboxClosedError("the session is closed")
       used = limits or self._limits
-      died = self._stale or (self.parent is not None and self.process not in self.parent.sessions)
-      before: State | None = await self._revive() if died else None
       try:
-        result = await self._turn(code, used, stdin)
-        if self._died_by_itself(result):
-          before = await self._revive()
-          result = await self._turn(code, used, stdin)
-          if self._died_by_itself(result):
-            text = "The session's process died between two turns, by what an earlier turn had left running.\n"
-            result = dataclasses.replace(result, status="crash", error=text)
-      except asyncio.CancelledError:
+        return await self._run(code, used, stdin)
+      except SandboxError:  # it was not sent
+        raise
+      except BaseException:  # a cancellation above all: nobody knows what has become of the process
         self._stale = True
         raise
-      if result.state == "kept" and result.status != "refused":
-        self.turns += 1
-        self._remember(code, used, stdin)
-      elif result.state == "lost":
-        after = await self._revive()
-        result = dataclasses.replace(result, state=after)
-      elif result.state == "rolled_back":
-        self._interpreter.count("rolled_back")
-      if result.status == "infra_error":
-        self._interpreter.count("infra_errors")
-      if before and result.state == "kept":
-        result = dataclasses.replace(result, state=before)
-      return result
+
+  async def _run(self, code: str, limits: Limits, stdin: str) -> ExecResult:
+    died = self._stale or (self.parent is not None and self.process not in self.parent.sessions)
+    before: State | None = await self._revive() if died else None
+    result = await self._turn(code, limits, stdin)
+    if self._died_by_itself(result):
+      before = await self._revive()
+      result = await self._turn(code, limits, stdin)
+      if self._died_by_itself(result):
+        text = "The session's process died between two turns, by what an earlier turn had left running.\n"
+        result = dataclasses.replace(result, status="crash", error=text)
+    if result.state == "kept" and result.status != "refused":
+      self.turns += 1
+      self._remember(code, limits, stdin)
+    elif result.state == "lost" and not self._interpreter.closed:
+      result = dataclasses.replace(result, state=await self._revive())
+    elif result.state == "rolled_back":
+      self._interpreter.count("rolled_back")
+    if result.status == "infra_error":
+      self._interpreter.count("infra_errors")
+    return dataclasses.replace(result, state=before) if before and result.state == "kept" else result
 
   def _died_by_itself(self, result: ExecResult) -> bool:
     """Whether the process was dead before the turn began, which in a session is what earlier turns have done."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import array
+import collections
 import contextlib
 import functools
 import os
 import signal
 import socket
 import struct
-from collections.abc import Sequence
+import time
 from typing import TYPE_CHECKING, Any
 
 from agentic_rl.sandbox import execution as executions
@@ -37,6 +38,7 @@ class Session:
     group: Process group of all its processes.
     turn: The execution that runs, or None.
     job: What the turn is to run.
+    cpu_before: CPU seconds of the process when the turn was sent.
     opened: Whether it has set itself up.
     closed: Whether the pool has asked for its end.
   """
@@ -66,6 +68,11 @@ class Session:
     self._inbox = bytearray()
     self._gate: seccomp.ForkGate | None = None
     self._may_fork = False
+    self._forks = False  # whether the turn runs in a fork
+    self.cpu_before = 0.0  # of the process, when the turn was sent
+    self._outbox: collections.deque[bytearray] = collections.deque()
+    self._sent = 0  # of its first part
+    self._stuck = False
     self._used = False  # whether a turn has run in it
     for fd in outputs:
       os.set_blocking(fd, False)
@@ -90,7 +97,8 @@ class Session:
       "fetch": list(job.fetch),
       "fork": job.fork,
     }
-    self._may_fork = job.fork
+    self._may_fork = self._forks = job.fork
+    self.cpu_before = lowlevel.cpu_seconds(self.pid)
     if self._used:  # what earlier turns have left behind may hold this one up before it begins, on its own time
       self.turn.begin()
       self._zygote.plan_check(self.turn)
@@ -99,19 +107,38 @@ class Session:
     for index, fd in enumerate(self._outputs):
       if fd >= 0:
         self._zygote.watch(fd, functools.partial(self._read_output, index))
-    self._hand_out([framing.head(header, len(job.code) + len(job.stdin)), job.code, job.stdin])
-    job.wipe()
+    head = bytearray(framing.head(header, len(job.code) + len(job.stdin)))
+    self._outbox.extend(part for part in (head, job.code, job.stdin) if part)
+    self._hand_out()
 
-  def _hand_out(self, parts: Sequence[bytes | bytearray]) -> None:
-    """Writes to the channel; its process reads while it waits for a turn, so that this does not take long."""
-    self._channel.settimeout(1.0)
+  def _hand_out(self) -> None:
+    """Writes what the channel takes now; the rest follows when its process reads, which it may never do."""
+    stuck = False
     try:
-      for part in parts:
-        self._channel.sendall(part)
+      while self._outbox:
+        part = self._outbox[0]
+        with memoryview(part) as view:
+          self._sent += self._channel.send(view[self._sent :])
+        if self._sent == len(part):
+          framing.wipe(part, len(part))
+          self._outbox.popleft()
+          self._sent = 0
+    except BlockingIOError:
+      stuck = True
     except OSError:
       self._zygote.break_session(self)
-    finally:
-      self._channel.setblocking(False)
+      return
+    if stuck != self._stuck:
+      self._stuck = stuck
+      self._zygote.watch_writing(self._channel.fileno(), stuck)
+
+  def cpu_seconds(self) -> float:
+    """CPU time since the turn was sent, of the process that runs it and of the one that waits for it."""
+    turn = self.turn
+    used = lowlevel.cpu_seconds(self.pid) - self.cpu_before
+    if turn is not None and turn.pid not in (0, self.pid):
+      used += lowlevel.cpu_seconds(turn.pid)
+    return max(0.0, used)
 
   def _signal(self, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -123,6 +150,8 @@ class Session:
       self.turn.wipe()
     if self.job is not None:
       self.job.wipe()
+    for part in self._outbox:
+      framing.wipe(part, len(part))
     framing.wipe(self._inbox, len(self._inbox))
     self._channel.detach()  # closed already with all others; its number may be another's now
 
@@ -152,6 +181,8 @@ class Session:
         self._zygote.unwatch(self._outputs[index])
 
   def _read_channel(self) -> None:
+    if self._outbox:
+      self._hand_out()
     room = _ANCILLARY_BYTES if self.opened else 2 * _ANCILLARY_BYTES
     data = bytearray(_READ_BYTES)
     try:
@@ -251,17 +282,19 @@ class Session:
       return self._broken()
     if turn.reason:  # it was faster than the kill; the turn is over, as it should be
       return False
-    cpu_s = lowlevel.cpu_seconds(turn.pid) - turn.cpu_before
+    cpu_s = self.cpu_seconds()
     self.drain()
     if turn.pid != self.pid:
       self._zygote.hand_over(self, turn.pid)
     result, parts = frame
+    result["max_rss_bytes"] = min(result["max_rss_bytes"], self._zygote.address_space_bound(turn.limits))
     self.answer(result, parts, state="kept", cpu_s=cpu_s)
     return True
 
   def _begin(self, turn: Execution, sender: int) -> bool:
+    if self._forks and sender == self.pid:  # then the fork that it was allowed would be nobody's
+      return self._broken()
     turn.pid = sender  # the kernel's word; it may be dead by now
-    turn.cpu_before = lowlevel.cpu_seconds(sender) if sender == self.pid else 0.0
     if not turn.ready:
       turn.begin()
     if turn.reason:  # killed before it began
@@ -270,18 +303,25 @@ class Session:
     return True
 
   def _rolled_back(self, turn: Execution) -> bool:
-    """The old process says that the fork has died, which has to be true."""
+    """The old process says that the fork has died, which has to be true, and tells its times, which may be.
+
+    A fork that has not shown itself may be anywhere; then the session ends with all its processes.
+    """
     inbox = self._inbox
     if len(inbox) < harness.DEATH.size:
       return False
     _, status, cpu_s, peak = harness.DEATH.unpack_from(inbox)
-    if len(inbox) > harness.DEATH.size or (turn.pid and (turn.pid == self.pid or self.is_member(turn.pid))):
+    if len(inbox) > harness.DEATH.size or turn.pid in (0, self.pid) or self.is_member(turn.pid):
+      return self._broken()
+    possible_s = (time.monotonic() - turn.started + 1.0) * (os.cpu_count() or 1)
+    if not 0.0 <= cpu_s <= possible_s:  # nor not a number
       return self._broken()
     self._drop(len(inbox))
     self.drain()
     result, parts = executions.judge(turn, status, cpu_s)
-    result["max_rss_bytes"] = peak
-    self.answer(result, parts, state="rolled_back", cpu_s=cpu_s)
+    result["max_rss_bytes"] = min(peak, self._zygote.address_space_bound(turn.limits))
+    waiting_s = max(0.0, lowlevel.cpu_seconds(self.pid) - self.cpu_before)
+    self.answer(result, parts, state="rolled_back", cpu_s=cpu_s + waiting_s)
     return True
 
   def _broken(self) -> bool:

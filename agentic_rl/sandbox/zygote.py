@@ -26,7 +26,7 @@ from typing import Any
 from agentic_rl.sandbox import execution as executions
 from agentic_rl.sandbox import framing, harness, isolation, lowlevel, seccomp
 from agentic_rl.sandbox.execution import Execution
-from agentic_rl.sandbox.scratch import remove_tree
+from agentic_rl.sandbox.rooms import Lender
 from agentic_rl.sandbox.turns import Session
 
 _READ_BYTES = 65_536
@@ -42,7 +42,6 @@ class Zygote:
   def __init__(self, control: socket.socket, directory: str, plan: isolation.Plan, proc: lowlevel.OwnProc) -> None:
     control.setblocking(False)
     self._control = control
-    self._directory = directory
     self._plan = plan
     self._proc = proc
     self._inbox = framing.Inbox()
@@ -57,10 +56,7 @@ class Zygote:
     self._by_pid: dict[int, Session] = {}  # the process that is the session now
     self._retired: dict[int, int] = {}  # processes that have handed over a session, and to which; sweepers, and 0
     self._handlers: dict[int, Callable[[], object]] = {}
-    self._mounts: dict[int, list[str]] = {}  # empty file systems by size in MiB
-    self._uids: collections.deque[int] = collections.deque()
-    self._next_uid = 0
-    self._count = 0
+    self._lender = Lender(plan, directory, lambda pid: self._retired.update({pid: 0}))
     self._next_check = float("inf")
     self._pid = os.getpid()
     self._own_table = plan.level == "namespace"
@@ -219,48 +215,6 @@ class Zygote:
     for store in (self._outbox, self._running, self._sessions, self._by_pid, self._handlers, self._filters):
       store.clear()
 
-  def take_uid(self) -> int:
-    """A user id that no other child has, 0 where the user is kept."""
-    if not self._plan.first_uid:
-      return 0
-    if len(self._uids) > 1024:  # the longest unused one, so that nothing of its last user is left
-      return self._uids.popleft()
-    self._next_uid += 1
-    return self._plan.first_uid + self._next_uid % (isolation.MOST_USERS // 2)
-
-  def give_back(self, directory: str, uid: int, disk_mib: int) -> None:
-    """Returns what an ended child had."""
-    if uid:
-      self._uids.append(uid)
-    if not directory or directory == isolation.SCRATCH:
-      return
-    if not self._own_table:
-      self._discard(directory)
-    else:
-      if os.listdir(directory):  # a new file system is quicker than to remove who knows what
-        lowlevel.unmount(directory)
-        os.rmdir(directory)
-      else:
-        self._mounts.setdefault(disk_mib, []).append(directory)
-
-  def make_directory(self, uid: int, disk_mib: int) -> str:
-    """A working directory for a child."""
-    if self._own_table and not uid:
-      return isolation.SCRATCH  # all have the same user, so that each needs a mount that only it sees
-    free = self._mounts.get(disk_mib)
-    if free:
-      directory = free.pop()
-    else:
-      self._count += 1
-      directory = os.path.join(isolation.SCRATCH if self._own_table else self._directory, str(self._count))
-      os.mkdir(directory, 0o700)
-      if self._own_table:
-        isolation.mount_scratch(directory, disk_mib)
-    if uid:
-      os.chown(directory, uid, uid)
-      os.chmod(directory, 0o700)
-    return directory
-
   def fork(self, processes: int) -> int:
     """Forks; with processes allowed, into a process table of its own, which dies with the child."""
     if not processes or not self._own_table:
@@ -275,11 +229,10 @@ class Zygote:
     return pid
 
   def _run(self, job: harness.Job, execution: Execution) -> None:
-    uid = self.take_uid()
     pipes: list[int] = []
-    directory = ""
+    room_taken: tuple[str, int] | None = None
     try:
-      directory = self.make_directory(uid, job.limits["disk_mib"])
+      directory, uid = room_taken = self._lender.take(job.limits["disk_mib"])
       for _ in range(3):
         pipes += os.pipe()
       room = self._room(directory, uid, job.limits["processes"], False)
@@ -287,7 +240,8 @@ class Zygote:
     except OSError as error:
       for fd in pipes:
         os.close(fd)
-      self.give_back(directory, uid, job.limits["disk_mib"])
+      if room_taken is not None:
+        self._lender.give_back(*room_taken, job.limits["disk_mib"])
       execution.kept[executions.RESULT].add(b" " + repr(error).encode())
       self.send(*self._unstarted(execution))
       return
@@ -320,6 +274,15 @@ class Zygote:
     """Calls the handler whenever the descriptor can be read."""
     self._handlers[fd] = handler
     self._epoll.register(fd, select.EPOLLIN)
+
+  def watch_writing(self, fd: int, wanted: bool) -> None:
+    """Calls the handler of a watched descriptor also whenever it can be written, or no longer."""
+    if fd in self._handlers:
+      self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+  def address_space_bound(self, limits: dict[str, Any]) -> int:
+    """More than a child with these limits can ever have in memory."""
+    return self._base_bytes + (limits["memory_mib"] << 20) + harness.MEMORY_RESERVE
 
   def unwatch(self, fd: int) -> None:
     """Undoes `watch`, if it was done."""
@@ -437,7 +400,7 @@ class Zygote:
         bites += 1  # a dying stray may still be writing
       if readers[index] >= 0:
         self._close(readers, fd)
-    self.give_back(execution.scratch, execution.uid, execution.limits["disk_mib"])
+    self._lender.give_back(execution.scratch, execution.uid, execution.limits["disk_mib"])
     if execution.reason == "cancel":
       execution.wipe()
       return
@@ -469,20 +432,20 @@ class Zygote:
       session.send_turn()
 
   def _open_session(self, name: str, job: harness.Job) -> Session:
-    uid = self.take_uid()
-    directory = ""
     ends: list[int] = []
+    room_taken: tuple[str, int] | None = None
     try:
-      directory = self.make_directory(uid, job.limits["disk_mib"])
-      pipes = [*os.pipe(), *os.pipe()]
-      ours, theirs = socket.socketpair()
-      ends = [*pipes, ours.detach(), theirs.detach()]
+      directory, uid = room_taken = self._lender.take(job.limits["disk_mib"])
+      ends += os.pipe()
+      ends += os.pipe()
+      ends += (end.detach() for end in socket.socketpair())
       room = self._room(directory, uid, 0, job.fork)
       pid = os.fork()
     except OSError:
       for fd in ends:
         os.close(fd)
-      self.give_back(directory, uid, job.limits["disk_mib"])
+      if room_taken is not None:
+        self._lender.give_back(*room_taken, job.limits["disk_mib"])
       raise
     if pid == 0:
       try:
@@ -537,7 +500,7 @@ class Zygote:
       else:
         self.plan_check(turn)
       return
-    if now >= turn.next_check and (reason := turn.overrun(now, lowlevel.cpu_seconds(turn.pid) if turn.pid else 0.0)):
+    if now >= turn.next_check and (reason := turn.overrun(now, session.cpu_seconds())):
       turn.reason = reason
       self.kill_turn(session)
     else:
@@ -546,32 +509,13 @@ class Zygote:
   def _session_ended(self, session: Session, status: int, usage: resource.struct_rusage) -> None:
     del self._by_pid[session.pid], self._sessions[session.name]
     if session.turn is not None:
-      session.ended(status, usage.ru_utime + usage.ru_stime - session.turn.cpu_before)
+      session.ended(status, usage.ru_utime + usage.ru_stime - session.cpu_before)
     elif not session.closed:
       self.send({"gone": [session.name]})
     session.close()
-    self.give_back(session.directory, session.uid, session.disk_mib)
+    self._lender.give_back(session.directory, session.uid, session.disk_mib)
 
   # -- cleaning up ---------------------------------------------------------------------------------------------------
-
-  def _discard(self, directory: str) -> None:
-    """Removes a working directory; a full one in a child of its own, as that may take long."""
-    with contextlib.suppress(OSError):
-      os.rmdir(directory)
-      return
-    try:
-      pid = os.fork()
-    except OSError:
-      remove_tree(directory)
-      return
-    if pid:
-      self._retired[pid] = 0
-      return
-    try:
-      self._control.close()
-      remove_tree(directory)
-    finally:
-      os._exit(0)
 
   def _kill_everything(self) -> None:
     signal.set_wakeup_fd(-1)
