@@ -60,6 +60,10 @@ leave = os._exit
 """Ends the process at once. Bound here, since a snippet may change the module."""
 _getpid = os.getpid
 _write = os.write
+_fork = os.fork
+_wait4 = os.wait4
+_get_random_state = random.getstate
+_set_random_state = random.setstate
 _BUILTINS = dict(vars(builtins))
 _builtins = vars(builtins)
 _FUTURE_FLAGS = 0
@@ -466,12 +470,12 @@ def _take_turns(channel: socket.socket, namespace: dict[str, Any], note: str) ->
 
 def _fork_and_wait() -> bool:
   """Forks; in the old process, waits until the fork has died, reports that and returns True."""
-  state = random.getstate()
-  pid = os.fork()
+  state = _get_random_state()
+  pid = _fork()
   if pid == 0:
-    random.setstate(state)  # which the module has changed, as it does in every fork
+    _set_random_state(state)  # which the module has changed, as it does in every fork
     return False
-  _, status, usage = os.wait4(pid, 0)
+  _, status, usage = _wait4(pid, 0)
   _send(DEATH.pack(DIED, status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024))
   return True
 

@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -18,10 +19,13 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
+import snippets_allowed as allowed
 import snippets_files as files
+import snippets_gates as gates
 import snippets_kernel as kernel
 import snippets_numeric as numeric
 import snippets_output as output
@@ -33,8 +37,9 @@ from confine import ENVIRONMENTS
 from snippet import LEVELS, NORMAL, Snippet, Turns
 from watch import Canaries, Watch
 
-from agentic_rl.sandbox import ExecResult, Interpreter, InterpreterConfig, Limits
+from agentic_rl.sandbox import ExecResult, Interpreter, InterpreterConfig
 
+_T = TypeVar("_T")
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
 
@@ -44,12 +49,14 @@ THEMES: dict[str, tuple[Snippet, ...]] = {
   "starting processes": processes.STARTING,
   "signals": processes.SIGNALS,
   "other processes": processes.OTHERS,
+  "processes allowed": allowed.ALLOWED,
   "content of files": files.CONTENT,
   "writing files": files.WRITING,
   "disk space": files.SPACE,
   "metadata": files.METADATA,
   "network": kernel.NETWORK,
   "kernel": kernel.KERNEL,
+  "around the filter and the parent": gates.PASSING,
   "floods": output.FLOODS,
   "forgeries": output.FORGERIES,
   "ends": python.ENDS,
@@ -61,6 +68,27 @@ THEMES: dict[str, tuple[Snippet, ...]] = {
 _SLACK_S = 3.0
 _GROWTH_BYTES = 4 << 20
 _NEEDLE = "needle-"
+_PROMPT_S = 0.8  # a pause of the parent lasts a second; a busy host alone takes less
+_LEAST_CPU_S = -1e-3  # two clocks of a process that did nothing need not agree
+_NASTIEST = (
+  "print flood", "garbage in large amounts", "its own result, forged, and the true one", "segmentation fault",
+  "list bomb", "many small files", "twenty thousand threads", "swallow everything", "descriptors over a pair",
+  "closes all", "directories nobody may open", "state after a flood", "state after os._exit",
+)  # fmt: skip
+_ROUNDS = 5
+_WORLD = """
+import os, resource, signal, threading
+open('x', 'w').write('x')
+found = sorted(os.listdir('.'))
+os.unlink('x')
+limits = [resource.getrlimit(getattr(resource, k)) for k in sorted(dir(resource))
+          if k.startswith('RLIMIT_') and k not in ('RLIMIT_NPROC', 'RLIMIT_AS')]
+masks = signal.pthread_sigmask(signal.SIG_BLOCK, ()), [str(signal.getsignal(n)) for n in (2, 14, 15, 17, 24)]
+free = os.statvfs('.').f_ffree if os.getcwd().startswith('/tmp/') and os.getcwd().count('/') == 2 else 0
+(1 + 1, found, oct(os.stat('.').st_mode), free, os.umask(0), os.getpriority(0, 0), limits, masks,
+ threading.active_count(), sorted(set(os.environ) - {'HOME', 'TMPDIR'}), os.stat(0).st_size)
+"""
+"""What a snippet finds when it begins; the same after whatever another has done."""
 _MOST_FAULTS = 40
 
 
@@ -86,7 +114,7 @@ def applicable(level: str) -> list[tuple[str, Snippet | Turns, str]]:
   for theme, snippet in all_snippets():
     if applies(snippet, level):
       found.append((theme, snippet, ""))
-  for turns in sessions.SESSIONS:
+  for turns in (*sessions.SESSIONS, *gates.GATES):
     if applies(turns, level):
       found += [("sessions", turns, checkpoint) for checkpoint in turns.checkpoints]
   return found
@@ -108,14 +136,23 @@ class Battery:
     self.level = self.interpreter.level
     self.loop.run_until_complete(self.interpreter.warm())
     self._restarts = 0
+    self._world = ""
+    self._worst_s = 0.0
     self._launchers: list[int] = self.interpreter.capabilities()["pids"]
     for code in ("1+1", "import numpy\n1+1", "import sympy\n1+1", "import scipy.optimize\n1+1"):
       self._run(Snippet("first", code))
       self._run_turns(Turns("first", ((code, "ok error", ""),)), "auto")
+    first = self._ask_world()
+    self._world = first.value
+    if first.status != "ok":
+      raise RuntimeError(f"the first look around gave {_short(first)}")
     # What a large result leaves is kept for the next one, once.
     self._run(next(snippet for _, snippet in all_snippets() if snippet.name == "large results"))
     self.watch.leftovers(self._launchers)
     self.watch.measure(self._launchers, _GROWTH_BYTES)
+
+  def _ask_world(self) -> ExecResult:
+    return self.loop.run_until_complete(self.interpreter.run(_WORLD, dataclasses.replace(NORMAL, wall_s=20)))
 
   def _run(self, snippet: Snippet) -> tuple[ExecResult, str, list[ExecResult]]:
     needle = _NEEDLE + secrets.token_hex(8)
@@ -141,20 +178,44 @@ class Battery:
           for session in list(self.interpreter._open_sessions.values()):
             await session.close()
 
-    return self.loop.run_until_complete(body()), needle, others
+    return self._beside(body(), snippet.disturbs), needle, others
 
   def _run_turns(self, turns: Turns, checkpoint: str) -> list[ExecResult]:
     async def body() -> list[ExecResult]:
       results = []
       async with self.interpreter.session(NORMAL, checkpoint=checkpoint) as session:  # type: ignore[arg-type]
-        for code, _, _ in turns.turns:
+        for number, (code, _, _) in enumerate(turns.turns):
+          await asyncio.sleep(turns.pause_s if number else 0.0)
           results.append(await session.run(self.canaries.fill_in(code), turns.limits))
       return results
 
-    return self.loop.run_until_complete(body())
+    return self._beside(body(), turns.disturbs)
+
+  def _beside(self, body: Coroutine[Any, Any, _T], disturbs: bool) -> _T:
+    """Runs it; if wanted, asks a neighbour all the while how long the answer to 1+1 takes."""
+
+    async def both() -> _T:
+      task = asyncio.ensure_future(body)
+      while disturbs and not task.done():
+        begin = time.monotonic()
+        await self.interpreter.run("1+1")
+        self._worst_s = max(self._worst_s, time.monotonic() - begin)
+        await asyncio.sleep(0.01)
+      return await task
+
+    self._worst_s = 0.0
+    return self.loop.run_until_complete(both())
 
   def try_snippet(self, snippet: Snippet | Turns, checkpoint: str = "") -> list[str]:
     """Runs one; returns everything that was not as it should be."""
+    wrong = self._try_once(snippet, checkpoint)
+    if snippet.disturbs and self._worst_s > _PROMPT_S:  # unless the host was slow just then
+      wrong += self._try_once(snippet, checkpoint)
+      if self._worst_s > _PROMPT_S:
+        wrong.append(f"its neighbour waited {self._worst_s:.2f} s")
+    return wrong
+
+  def _try_once(self, snippet: Snippet | Turns, checkpoint: str) -> list[str]:
     begin = time.monotonic()
     if isinstance(snippet, Snippet):
       result, needle, others = self._run(snippet)
@@ -171,9 +232,9 @@ class Battery:
       allowed = (len(results) + 1) * snippet.limits.wall_s * 2
     if time.monotonic() - begin > allowed + _SLACK_S:
       wrong.append(f"took {time.monotonic() - begin:.1f} s")
-    after = self.loop.run_until_complete(self.interpreter.run("1+1", Limits(wall_s=20)))
-    if (after.status, after.value) != ("ok", "2"):
-      wrong.append(f"then 1+1 gave {_short(after)}")
+    after = self._ask_world()
+    if (after.status, after.value) != ("ok", self._world):
+      wrong.append(f"then the next one gave {_short(after)} {_difference(self._world, after.value)}")
     restarts = self.interpreter.stats()["restarts"]
     if restarts != self._restarts:
       wrong.append("a parent process died and was replaced")
@@ -196,13 +257,27 @@ class Battery:
     return wrong + (self._told(result, needle) if snippet.holds(self.level) else [])
 
   def _told(self, result: ExecResult, needle: str) -> list[str]:
+    claimed = (result.cpu_s, result.wall_s, float(result.max_rss_bytes))
     told = [result.stdout, result.stderr, result.value, result.error]
     told += [data.decode("latin-1") for data in result.files.values()]
     found = [f"it tells {name}" for name, secret in (("a secret", self.canaries.token), ("another's secret", needle))
              if secret and any(secret in text for text in told)]  # fmt: skip
     if any(len(text) > 8 * NORMAL.output_bytes for text in told[:4]):
       found.append("an output is longer than it may be")
+    if not all(math.isfinite(number) and number >= _LEAST_CPU_S for number in claimed) or result.cpu_s > 120:
+      found.append(f"it claims {result.cpu_s} s of CPU time in {result.wall_s} s")
+    if result.max_rss_bytes > 1 << 42:
+      found.append(f"it claims {result.max_rss_bytes} bytes of memory")
     return found
+
+  def repeat_the_nastiest(self) -> list[str]:
+    """Runs some again and again, so that what each leaves behind in the parent adds up."""
+    wrong = []
+    for _ in range(_ROUNDS):
+      for _, snippet, checkpoint in applicable(self.level):
+        if snippet.name in _NASTIEST and checkpoint in ("", "auto"):
+          wrong += [f"{snippet.name}, again: {fault}" for fault in self.try_snippet(snippet, checkpoint)]
+    return wrong
 
   def finish(self) -> list[str]:
     """Closes the interpreter; returns what has grown or is left."""
@@ -214,6 +289,12 @@ class Battery:
     wrong += self.canaries.harmed()
     self.canaries.close()
     return wrong
+
+
+def _difference(before: str, after: str) -> str:
+  """The place where two texts part."""
+  start = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+  return f"...{after[max(0, start - 20) : start + 60]!r} instead of {before[max(0, start - 20) : start + 60]!r}"
 
 
 def _short(result: ExecResult) -> str:
@@ -258,7 +339,7 @@ def run(environment: str, max_isolation: str, only: str = "", say: bool = True) 
     if len(report.faults) >= _MOST_FAULTS:
       report.faults["given up"] = [f"after {_MOST_FAULTS} that misbehaved"]
       break
-  wrong = battery.finish()
+  wrong = ([] if only or report.faults.get("given up") else battery.repeat_the_nastiest()) + battery.finish()
   if wrong:
     report.faults["at the end"] = wrong
     if say:

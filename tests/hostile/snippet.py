@@ -95,6 +95,7 @@ class Snippet:
     fetch: Files to bring back.
     companion: Whether another snippet with a secret of its own runs at the same time.
     machine: The only architecture it is for; empty means any.
+    disturbs: Whether a neighbour is asked all the while and has to be answered promptly.
   """
 
   name: str
@@ -109,6 +110,7 @@ class Snippet:
   fetch: tuple[str, ...] = ()
   companion: bool = False
   machine: str = ""
+  disturbs: bool = False
 
   def statuses(self, level: str) -> list[str]:
     """Statuses that will do at a level; none if it is not to be run there."""
@@ -130,6 +132,8 @@ class Turns:
     limits: Of each turn.
     checkpoints: With which kinds of session it is run.
     machine: The only architecture it is for; empty means any.
+    pause_s: Wait before each turn but the first, for what a turn has left behind to act.
+    disturbs: Whether a neighbour is asked all the while and has to be answered promptly.
   """
 
   name: str
@@ -138,6 +142,8 @@ class Turns:
   limits: Limits = SHORT
   checkpoints: tuple[str, ...] = ("auto", "replay")
   machine: str = ""
+  pause_s: float = 0.0
+  disturbs: bool = False
 
 
 def tries(code: str) -> str:

@@ -40,7 +40,7 @@ CONTENT = (
     "directories of the host",
     """
 import glob, sys
-patterns = ('/root/*', '/home/*', '/work/*', '/var/*', '/run/*', '/proc/*', '/sys/*', '/opt/*', '/mnt/*')
+patterns = ('/root/*', '/home/*', '/var/*', '/run/*', '/proc/*', '/sys/*', '/opt/*', '/mnt/*')
 [g for p in patterns for g in glob.glob(p) if not (sys.prefix + '/').startswith(g + '/')]
 """,
     level="landlock",

@@ -275,8 +275,8 @@ threading.Thread(target=f, daemon=True).start()
     (
       _FIRST,
       ("import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (0, 0))", "ok error exit", ""),
-      ("5", "ok error exit crash infra_error", "^5?$"),
-      ("6", "ok error exit crash infra_error", "^6?$"),
+      ("5", "ok error exit crash", "^5?$"),
+      ("6", "ok error exit crash", "^6?$"),
     ),
     checkpoints=("auto",),
   ),
