@@ -100,7 +100,7 @@ class RemoteInterpreter:
       if all(problems):
         listed = "; ".join(f"{host.url}: {why}" for host, why in zip(self._pool.hosts, problems, strict=True))
         raise SandboxStartError(f"no server of the sandbox answers: {listed}")
-    except BaseException:
+    except BaseException:  # a cancellation above all: nothing of a start that fails is left
       await self.close()
       raise
     for host, problem in zip(self._pool.hosts, problems, strict=True):

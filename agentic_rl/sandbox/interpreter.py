@@ -99,7 +99,7 @@ class Interpreter:
     self._watchdog = asyncio.get_running_loop().create_task(self._watch())
     try:
       open_ones = await canaries.find_open(self)
-    except BaseException:
+    except BaseException:  # a cancellation above all: nothing of a start that fails is left
       await self.close()
       raise
     if open_ones:

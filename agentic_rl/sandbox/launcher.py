@@ -88,7 +88,7 @@ def _fork_zygote(
       group.join()
       _be_zygote(control, directory, settings, plan)
       os._exit(0)
-    except BaseException:
+    except BaseException:  # whatever it is, the pool is to read it, and this process must not go on as the launcher
       sys.excepthook(*sys.exc_info())  # into the file that the pool reads
       sys.stderr.flush()
       raise

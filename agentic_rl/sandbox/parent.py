@@ -152,7 +152,7 @@ class Parent(asyncio.Protocol):
       raise SandboxStartError(
         f"the sandbox's parent process {what}did not start ({type(error).__name__}): {text}"
       ) from error
-    except BaseException:
+    except BaseException:  # a cancellation above all: nothing of a start that fails is left
       await self.shut()
       raise
     return self
