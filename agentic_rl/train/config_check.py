@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import gc
 import logging
 import pathlib
 import re
@@ -257,14 +258,17 @@ def run_app(main: Callable[[list[str]], int | None]) -> None:
     try:
       return main(argv)
     except UserError as error:
-      return _complain(error)
+      complaint = str(error)
     except KeyboardInterrupt as error:
       sys.stderr.write(f"{str(error) or 'interrupted'}; the same command goes on from here\n")
       return 128 + (signal.SIGTERM if "SIGTERM" in str(error) else signal.SIGINT)
     except OSError as error:
       if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         raise
-      return _complain(f"the disk of {error.filename or 'the run directory'} is full; make room and start again")
+      complaint = f"the disk of {error.filename or 'the run directory'} is full; make room and start again"
+    # What the traceback has kept alive may complain as it is freed (futures of a failed write): before our line.
+    gc.collect()
+    return _complain(complaint)
 
   app.run(run, flags_parser=_parse_flags)
 

@@ -92,6 +92,10 @@ class Publisher:
     half = self.directory / f"{_TEMPORARY}{version:06d}"
     shutil.rmtree(half, ignore_errors=True)
     try:
+      # Orbax's writers that run out of space leave a dozen tracebacks of their threads: better not to begin.
+      needed, free = sum(x.nbytes for _, x in _named_leaves(params)), shutil.disk_usage(self.directory).free
+      if needed > free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
       half.mkdir(parents=True)
       with ocp.Checkpointer(_handler()) as checkpointer:
         checkpointer.save(half / "weights", args=ocp.args.PyTreeSave(params))

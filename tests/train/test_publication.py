@@ -323,6 +323,16 @@ def test_a_full_disk_is_a_user_error_and_loses_nothing(params: Any, small_disk: 
   assert complete(small_disk).version == found.version + 1
 
 
+def test_a_disk_that_fills_up_while_weights_are_written_loses_nothing(params: Any, small_disk: pathlib.Path) -> None:
+  publisher = Publisher(small_disk, CONFIG, "", keep=2)
+  publisher.publish(0, params)
+  room = sum(x.nbytes for x in jax.tree.leaves(params)) + 2048  # enough for the values, not for what goes with them
+  (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
+  with pytest.raises(UserError, match="is full: version 1 could not be published; make room"):
+    publisher.publish(1, params)
+  assert complete(small_disk).version == 0 and not list(small_disk.glob(".writing-*"))
+
+
 def test_what_means_a_full_disk() -> None:
   assert is_disk_full(OSError(28, "No space left on device"))
   assert is_disk_full(OSError(122, "Disk quota exceeded"))
