@@ -366,7 +366,7 @@ class Interpreter:
       if not group.starting and len(ready) < most:
         task = asyncio.get_running_loop().create_task(self._add_parent(group))
         group.starting.add(task)
-        task.add_done_callback(group.starting.discard)
+        task.add_done_callback(group.starting.discard)  # also of one that is cancelled before it begins
     return best
 
   async def _add_parent(self, group: _Group) -> None:
@@ -377,6 +377,7 @@ class Interpreter:
     except SandboxStartError as error:
       _log.error("the sandbox cannot start a parent process: %s", error)
       group.problem = str(error)
+      group.starting.clear()  # before anyone hears of it and asks again
       for request in group.waiting:
         self._fail(request, str(error))
       group.waiting.clear()

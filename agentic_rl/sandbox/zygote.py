@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import gc
 import os
 import resource
 import select
@@ -24,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentic_rl.sandbox import execution as executions
-from agentic_rl.sandbox import framing, harness, isolation, lowlevel, seccomp
+from agentic_rl.sandbox import framing, harness, heap, isolation, lowlevel, seccomp
 from agentic_rl.sandbox.execution import Execution
 from agentic_rl.sandbox.rooms import Lender
 from agentic_rl.sandbox.turns import Session
@@ -75,8 +74,7 @@ class Zygote:
     """Runs until the pool hangs up."""
     for sessions in (False, True):
       self._filter(False, sessions)
-    gc.collect()
-    gc.freeze()
+    facts["facts"]["immortal objects"] = heap.settle()
     facts["facts"]["huge pages"] = self._proc.collapse_memory()
     self._base_bytes = self._proc.address_space_bytes()
     self.send({"hello": facts})

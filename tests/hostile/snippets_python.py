@@ -33,7 +33,7 @@ ENDS = (
   Snippet(
     "stack overflow in C",
     "import ctypes\nT = ctypes.CFUNCTYPE(None)\nf = T(lambda: f())\nimport sys\nsys.setrecursionlimit(10**8)\nf()",
-    "crash error memory timeout",
+    "crash error memory timeout ok",
     limits=SHORT,
   ),
   Snippet(

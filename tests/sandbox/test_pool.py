@@ -72,7 +72,7 @@ def test_the_queue_is_bounded_where_that_is_wanted():
 
 def test_more_parents_where_many_snippets_run():
   async def body(interpreter: Interpreter) -> None:
-    results = await asyncio.gather(*(interpreter.run("import time\ntime.sleep(0.2)\n5") for _ in range(80)))
+    results = await asyncio.gather(*(interpreter.run("import time\ntime.sleep(0.6)\n5") for _ in range(80)))
     assert {r.value for r in results} == {"5"}
     assert interpreter.stats()["parents"] == 3
 
