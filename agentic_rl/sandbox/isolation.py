@@ -276,7 +276,7 @@ def gaps(plan: Plan) -> Sequence[str]:
     "seccomp": ["reads and writes what the user can"],
     "landlock": [
       "existence, size and times of files whose names it guesses",
-      "scratch space is measured now and then, not limited by the file system",
+      "scratch space is measured now and then, not limited by the file system; files that are open and deleted escape",
     ],
     "namespace": [],
   }[plan.level]
@@ -286,4 +286,6 @@ def gaps(plan: Plan) -> Sequence[str]:
   ]
   if not plan.first_uid and os.geteuid() == 0:
     common.insert(0, "runs as uid 0 (without capabilities); the number of threads is limited by memory alone")
+  elif not plan.first_uid:
+    common.insert(0, "all snippets are one user: the threads of one count against the limit of the others")
   return [*text, *common]

@@ -22,6 +22,7 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
 _ALL_FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
 _ALL_FILES_FROM_5 = (1 << 16) - 1  # device ioctls came with ABI 5
+_TRUNCATE_ABI = 3
 _TCP = 3  # bind and connect, from ABI 4
 _SCOPES = 3  # abstract sockets and signals, from ABI 6
 
@@ -36,6 +37,11 @@ def abi() -> int:
   """Version of Landlock that the kernel offers; 0 where there is none."""
   version = _libc.syscall(ctypes.c_long(_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(_GET_VERSION))
   return max(0, version)
+
+
+def governs_truncation() -> bool:
+  """Whether rules hold for `truncate` as well; before, it must be forbidden by other means."""
+  return abi() >= _TRUNCATE_ABI
 
 
 class Rules:

@@ -149,6 +149,17 @@ def _only_process(index: int, pid: int, zero_too: bool = False) -> _Assembler:
   return body
 
 
+def _not_emptied_for_reading(index: int) -> _Assembler:
+  """Denies to empty a file with no right but to read it, which Landlock lets pass before its third version."""
+  body = _Assembler()
+  body.load(_argument(index))
+  body.code.append((_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE))
+  body.unless(_JUMP_EQUAL, os.O_TRUNC | os.O_RDONLY, 1)
+  body.give(_DENY)
+  body.give(_ALLOW)
+  return body
+
+
 class Filter:
   """A filter, prepared once and installed in each child.
 
@@ -156,11 +167,14 @@ class Filter:
     processes: Whether processes may be started and signalled, where a process table of their own contains them.
     fork_listener: Whether a fork asks the holder of the listener for leave instead of being denied.
     metadata: Whether modes and times of files may be changed, which is harmless where all files are one's own.
+    truncate: Whether files may be shortened by name, which Landlock does not govern before its third version.
   """
 
   _PID = 0x7FFFFFFE  # larger than any process id, and not the name of a group, as a negative one would be
 
-  def __init__(self, *, processes: bool = False, fork_listener: bool = False, metadata: bool = False) -> None:
+  def __init__(
+    self, *, processes: bool = False, fork_listener: bool = False, metadata: bool = False, truncate: bool = True
+  ) -> None:
     machine = platform.machine()
     table = syscalls.TABLES[machine]
     self._listener = fork_listener
@@ -170,6 +184,9 @@ class Filter:
     if metadata:
       allowed |= syscalls.METADATA
     special = self._special(processes, fork_listener)
+    if not truncate:
+      allowed -= {"truncate", "openat2"}  # the flags of the latter are out of a filter's reach
+      special |= {"open": _not_emptied_for_reading(1), "openat": _not_emptied_for_reading(2)}
     if processes:
       for name in ("kill", "tgkill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
         del special[name]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentic_rl.sandbox import execution as executions
-from agentic_rl.sandbox import framing, harness, heap, isolation, lowlevel, seccomp
+from agentic_rl.sandbox import framing, harness, heap, isolation, landlock, lowlevel, seccomp
 from agentic_rl.sandbox.execution import Execution
 from agentic_rl.sandbox.rooms import Lender
 from agentic_rl.sandbox.turns import Session
@@ -184,7 +184,12 @@ class Zygote:
     metadata = self._own_table and (self._plan.first_uid > 0 or os.geteuid() != 0)
     key = (processes, listener)
     if key not in self._filters:
-      self._filters[key] = seccomp.Filter(processes=processes, fork_listener=listener, metadata=metadata)
+      self._filters[key] = seccomp.Filter(
+        processes=processes,
+        fork_listener=listener,
+        metadata=metadata,
+        truncate=self._plan.level != "landlock" or landlock.governs_truncation(),
+      )
     return self._filters[key]
 
   def _room(self, directory: str, uid: int, processes: int, listener: bool) -> harness.Room:

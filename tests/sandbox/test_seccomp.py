@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import platform
 import signal
 import subprocess
@@ -78,6 +79,23 @@ def test_dangerous_calls_are_denied():
   )
   assert len(found) > 100
   assert {name: why for name, why in found.items() if why != "EPERM"} == {}
+
+
+@pytest.mark.parametrize(("options", "by_name"), [("", "done"), ("truncate=False", "EPERM")])
+def test_files_are_shortened_by_name_only_where_that_is_governed(options: str, by_name: str, tmp_path: pathlib.Path):
+  found = in_child(
+    f"""
+    name = {str(tmp_path / "file")!r}
+    file = open(name, "wb", buffering=0)
+    file.write(b"abc")
+    install()
+    tell([outcome(os.open, name, os.O_RDONLY | os.O_TRUNC), outcome(os.truncate, name, 0),
+      outcome(os.open, name, os.O_RDWR), outcome(os.open, name, os.O_WRONLY | os.O_TRUNC), file.write(b"abc"),
+      outcome(os.ftruncate, file.fileno(), 2), os.path.getsize(name)])
+    """,
+    options,
+  )
+  assert found == [by_name, by_name, "done", "done", 3, "done", 2]
 
 
 def test_what_is_newer_than_the_table_does_not_exist():
