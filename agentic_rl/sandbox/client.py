@@ -110,17 +110,14 @@ class RemoteInterpreter:
 
   async def _greet(self, host: Host) -> str:
     """Why a host does not answer, or an empty string."""
-    native = self.config.protocol == "native"
-    path = "/capabilities" if native else self._pool.health_path
-    until = asyncio.get_running_loop().time() + self.config.start_timeout_s
     try:
-      host.facts = await self._pool.call(host, "GET", path, None, until, _facts if native else lambda said: {})
+      await self._pool.greet(host, self.config.start_timeout_s)
     except hosts.RejectedError as error:
       if error.status in (401, 403):
         told = "the token is not accepted" if self.config.token else "a token is needed (RemoteConfig.token)"
         raise SandboxStartError(f"{host.url}: {told}: {error}") from error
       raise SandboxStartError(f"{host.url} is no server of protocol {self.config.protocol!r}: {error}") from error
-    except hosts.MalformedError as error:
+    except (hosts.MalformedError, hosts.TooLargeError) as error:
       raise SandboxStartError(f"{host.url} is no server of protocol {self.config.protocol!r}: {error}") from error
     except hosts.HostError as error:
       return str(error)
@@ -185,19 +182,22 @@ class RemoteInterpreter:
 
     path = "/v1/run" if native else "/run_code"
     tries = _Tries(self.config, used.wall_s, self._pool.closing)
-    begun: list[Host | None] = []  # where it may have started; None for a server that has ended since
+    begun: list[tuple[Host, str]] = []  # where it may have started: the host, and which process of it
     stay: Host | None = None  # where it may be running, and would be joined
     while True:
       host = stay
       try:
         host = await self._enter(stay, tries)
+        instance = host.instance
         try:
           result = await self._pool.call(host, "POST", path, body, tries.until, decode)
         finally:
           self._pool.release(host)
         host.failures = 0
-        elsewhere = sum(other is not host for other in begun)
+        elsewhere = sum(other != (host, host.instance) for other in begun)
         return _with_attempt(result, elsewhere)
+      except hosts.TooLargeError as error:  # a fault of the snippet, not of the host
+        return _too_large(error, self.level)
       except hosts.MalformedError as error:
         return self._give_up(host, str(error), begun)
       except hosts.RejectedError as error:
@@ -209,15 +209,15 @@ class RemoteInterpreter:
           self._pool.fail(host, str(error))
         if isinstance(error, hosts.BrokenError):
           assert host is not None
-          if host not in begun:
-            begun.append(host)
+          if (host, instance) not in begun:
+            begun.append((host, instance))
           if not native:
             return self._give_up(None, f"{host.url}: {error}; the snippet may have run", begun)
           stay = host if stay is None else None
         elif isinstance(error, hosts.NotStartedError):
           stay = None
-          if error.final and host in begun:
-            begun[begun.index(host)] = None  # whatever answers at this address later knows nothing of the snippet
+          if error.final:  # whatever answers at this address later knows nothing of the snippet
+            begun = [(other, "gone" if other is host else process) for other, process in begun]
         self._counts["busy" if isinstance(error, hosts.BusyError) else "retries"] += 1
         if not await tries.pause(error):
           where = f"{host.url}: " if host is not None else ""
@@ -229,7 +229,7 @@ class RemoteInterpreter:
     stay.in_flight += 1
     return stay
 
-  def _give_up(self, host: Host | None, why: str, begun: Sequence[Host | None]) -> ExecResult:
+  def _give_up(self, host: Host | None, why: str, begun: Sequence[object]) -> ExecResult:
     if host is not None:
       self._pool.fail(host, why)
       why = f"{host.url}: {why}"
@@ -378,6 +378,9 @@ class RemoteSession:
         self._turn = turn
         host.failures = 0
         return result
+      except hosts.TooLargeError as error:
+        self._turn = turn
+        return _with_state(_too_large(error, self._interpreter.level), "kept")
       except hosts.MalformedError as error:
         self._pool.fail(host, str(error))
         return self._lost(f"{host.url}: {error}")
@@ -418,7 +421,7 @@ class RemoteSession:
         if host is not None and not busy:
           self._pool.fail(host, str(error))
         self._interpreter.count("busy" if busy else "retries")
-        if isinstance(error, hosts.MalformedError) or not await tries.pause(error):
+        if isinstance(error, hosts.MalformedError | hosts.TooLargeError) or not await tries.pause(error):
           return f"{where}{error}"
     return ""
 
@@ -455,14 +458,6 @@ def _check_files(files: Mapping[str, bytes], fetch: Sequence[str]) -> None:
       raise LimitsError(f"the content of file {name!r} must be bytes, got {type(content).__name__}")
 
 
-def _facts(said: Any) -> dict[str, Any]:
-  """What a server of the native protocol says of itself."""
-  facts = wire.mapping("body", said)
-  wire.one_of(*LEVELS)("level", facts.get("level"))
-  wire.count("slots", facts.get("slots"))
-  return facts
-
-
 def _encode_native(asked: wire.RunRequest, used: Limits) -> bytes:
   return wire.dump(wire.encode_run_request(asked, used))
 
@@ -476,6 +471,10 @@ def _encodes(*texts: str) -> bool:
     return all(text.encode() is not None for text in texts)
   except UnicodeEncodeError:
     return False
+
+
+def _too_large(error: hosts.TooLargeError, level: str) -> ExecResult:
+  return ExecResult("output", error=str(error), limit="output", level=level)
 
 
 def _with_attempt(result: ExecResult, elsewhere: int) -> ExecResult:

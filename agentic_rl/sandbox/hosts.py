@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args
 import aiohttp
 
 from agentic_rl.sandbox import wire
-from agentic_rl.sandbox.limits import ExecResult, Limits, LimitsError
+from agentic_rl.sandbox.limits import LEVELS, ExecResult, Limits, LimitsError
 
 _LARGE_BYTES = 1 << 20
 _PROBE_S = 5.0
@@ -144,6 +144,10 @@ class BusyError(HostError):
     self.wait_s = wait_s
 
 
+class TooLargeError(HostError):
+  """The answer is larger than is read, which is the doing of a snippet that writes much."""
+
+
 class RejectedError(HostError):
   """The host refuses this request, and would do so again.
 
@@ -167,7 +171,8 @@ class Host:
     in_flight: Requests that it has not answered.
     failures: Faults since its last good answer.
     why: The last fault.
-    facts: What it said of itself at the start.
+    facts: What it last said of itself.
+    instance: Name of the process that gave the last answer, empty where the protocol has none.
   """
 
   url: str
@@ -176,6 +181,7 @@ class Host:
   failures: int = 0
   why: str = ""
   facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  instance: str = ""
 
 
 def backoff_s(config: RemoteConfig, failures: int) -> float:
@@ -293,7 +299,10 @@ class Pool:
     while True:
       await asyncio.sleep(backoff_s(self._config, host.failures))
       try:
-        await self.call(host, "GET", self.health_path, None, loop.time() + _PROBE_S, lambda said: said)
+        before = host.instance
+        await self.call(host, "GET", self._health_path, None, loop.time() + _PROBE_S, lambda said: said)
+        if not host.facts or host.instance != before:
+          await self.greet(host, _PROBE_S)
         break
       except HostError as error:
         host.failures += 1
@@ -304,9 +313,16 @@ class Pool:
     self._wake(self._config.max_in_flight_per_host)
 
   @property
-  def health_path(self) -> str:
+  def _health_path(self) -> str:
     """What tells whether a host is well."""
     return "/health" if self._config.protocol == "native" else "/v1/ping"
+
+  async def greet(self, host: Host, patience_s: float) -> None:
+    """Asks a host what it is, as far as its protocol has words for that; raises HostError."""
+    native = self._config.protocol == "native"
+    path, decode = ("/capabilities", _facts) if native else (self._health_path, lambda said: {})
+    until = asyncio.get_running_loop().time() + patience_s
+    host.facts = await self.call(host, "GET", path, None, until, decode)
 
   # -- one request ---------------------------------------------------------------------------------------------------
 
@@ -342,8 +358,9 @@ class Pool:
       raise BrokenError("no answer in time") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
       raise BrokenError(f"the connection broke: {type(error).__name__}: {error}"[:500]) from error
+    host.instance = headers.get(wire.INSTANCE_HEADER, "")[: wire.MAX_NAME]
     if content is None:
-      raise MalformedError(f"the answer is malformed: it is larger than the allowed {self._max_response} bytes")
+      raise TooLargeError(f"the answer is larger than the {self._max_response} bytes of RemoteConfig.max_response_mib")
     if status in (200, 201):
       try:
         if len(content) > _LARGE_BYTES:
@@ -374,6 +391,14 @@ class Pool:
         return None
       parts.append(part)
     return b"".join(parts)
+
+
+def _facts(said: Any) -> dict[str, Any]:
+  """What a server of the native protocol says of itself."""
+  facts = wire.mapping("body", said)
+  wire.one_of(*LEVELS)("level", facts.get("level"))
+  wire.count("slots", facts.get("slots"))
+  return facts
 
 
 def _said(data: bytes) -> dict[str, Any]:

@@ -197,6 +197,7 @@ class SandboxService:
     self._sessions: dict[str, _Session] = {}
     self._ends: collections.deque[float] = collections.deque(maxlen=_RATE_SAMPLES)
     self._draining = False
+    self._instance = secrets.token_urlsafe(9)
     self._housekeeper: asyncio.Task[None] | None = None
     self._runner: web.AppRunner | None = None
     self._metrics = Metrics(self.level, self.load)
@@ -211,6 +212,7 @@ class SandboxService:
   def make_app(self) -> web.Application:
     """The application. Run with `handler_cancellation=True`, else a client that hangs up does not end its snippet."""
     app = web.Application(client_max_size=self._max_body, middlewares=[self._guard])
+    app.on_response_prepare.append(self._sign)
     app.router.add_get("/", self._on_root)
     app.router.add_get("/v1/ping", self._on_ping)
     app.router.add_get("/health", self._on_health)
@@ -305,6 +307,10 @@ class SandboxService:
       self._forget()
 
   # -- every request -------------------------------------------------------------------------------------------------
+
+  async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
+    """Tells clients which process answers: one that has been started anew knows nothing of earlier requests."""
+    response.headers[wire.INSTANCE_HEADER] = self._instance
 
   @web.middleware
   async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

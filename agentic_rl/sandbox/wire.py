@@ -16,6 +16,8 @@ from agentic_rl.sandbox.limits import LEVELS, Checkpoint, ExecResult, Limits, Li
 UNKNOWN_LEVEL = "unknown"
 """`ExecResult.level` where the server does not tell what isolation it has."""
 
+INSTANCE_HEADER = "X-Sandbox-Instance"
+"""Header of each answer of our own servers: a name of the process that gives it."""
 MAX_NAME = 200
 """Longest name: of an owner, a request or a session."""
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from agentic_rl.sandbox import ExecResult, Interpreter, InterpreterConfig, Limits
+from agentic_rl.sandbox import ExecResult, Interpreter, InterpreterConfig, Limits, wire
 from agentic_rl.sandbox.client import RemoteConfig, RemoteInterpreter
 from agentic_rl.sandbox.service import SandboxService
 
 LIMITS = Limits(wall_s=8, cpu_s=2, memory_mib=256)
+FACTS = {"level": "seccomp", "slots": 3, "limits": LIMITS.__dict__}
+RAN = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "1", "stderr": ""}
 
 
 class World:
@@ -154,3 +158,47 @@ async def until(condition: Callable[[], bool]) -> None:
   async with asyncio.timeout(5):
     while not condition():
       await asyncio.sleep(0.005)
+
+
+def reply(value: Any, status: int = 200, **headers: str) -> web.Response:
+  return web.json_response(value, status=status, headers=headers)
+
+
+class Answers:
+  """A server that gives one prepared answer after the other to each snippet; the last one stays."""
+
+  def __init__(self, *answers: Any, healthy: bool = True) -> None:
+    self.answers = list(answers)
+    self.healthy = healthy
+    self.asked: list[dict[str, Any]] = []
+    self.times: list[float] = []
+
+  async def __call__(self, request: web.Request) -> web.StreamResponse:
+    if request.method == "GET":
+      return reply(FACTS, 200 if self.healthy else 500)
+    if request.method == "DELETE":
+      return reply({})
+    self.asked.append(await request.json())
+    self.times.append(time.monotonic())
+    answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+    if answer == "cut":
+      assert request.transport is not None
+      request.transport.close()
+      return reply({})
+    if answer == "hang":
+      await asyncio.sleep(60)
+    return answer() if callable(answer) else reply(answer)
+
+
+def result(value: str = "", **fields: Any) -> dict[str, Any]:
+  return wire.encode_result(ExecResult("ok", value=value, level="seccomp", **fields))
+
+
+def closed_port() -> str:
+  with socket.socket() as taken:
+    taken.bind(("127.0.0.1", 0))
+    return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def fusion_answer(status: str = "Success", /, **ran: Any) -> dict[str, Any]:
+  return {"status": status, "message": "m", "compile_result": None, "run_result": RAN | ran, "files": {}}

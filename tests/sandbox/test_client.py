@@ -2,17 +2,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from aiohttp import web
-from service_runner import LIMITS, Script, World, pretending, remote, serving, until
+from service_runner import (
+  Answers,
+  Script,
+  World,
+  closed_port,
+  fusion_answer,
+  pretending,
+  remote,
+  reply,
+  result,
+  serving,
+  until,
+)
 
 from agentic_rl.sandbox import (
-  ExecResult,
   Limits,
   LimitsError,
   SandboxClosedError,
@@ -23,54 +33,12 @@ from agentic_rl.sandbox import (
 from agentic_rl.sandbox.client import RemoteConfig, RemoteInterpreter
 from agentic_rl.sandbox.service import SandboxService
 
-FACTS = {"level": "seccomp", "slots": 3, "limits": LIMITS.__dict__}
-
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
   world = World()
   yield world
   world.close()
-
-
-def reply(value: Any, status: int = 200, **headers: str) -> web.Response:
-  return web.json_response(value, status=status, headers=headers)
-
-
-class Answers:
-  """A server that gives one prepared answer after the other to each snippet; the last one stays."""
-
-  def __init__(self, *answers: Any, healthy: bool = True) -> None:
-    self.answers = list(answers)
-    self.healthy = healthy
-    self.asked: list[dict[str, Any]] = []
-    self.times: list[float] = []
-
-  async def __call__(self, request: web.Request) -> web.StreamResponse:
-    if request.method == "GET":
-      return reply(FACTS, 200 if self.healthy else 500)
-    if request.method == "DELETE":
-      return reply({})
-    self.asked.append(await request.json())
-    self.times.append(time.monotonic())
-    answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-    if answer == "cut":
-      assert request.transport is not None
-      request.transport.close()
-      return reply({})
-    if answer == "hang":
-      await asyncio.sleep(60)
-    return answer() if callable(answer) else reply(answer)
-
-
-def result(value: str = "", **fields: Any) -> dict[str, Any]:
-  return wire.encode_result(ExecResult("ok", value=value, level="seccomp", **fields))
-
-
-def closed_port() -> str:
-  with socket.socket() as taken:
-    taken.bind(("127.0.0.1", 0))
-    return f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 # -- the interface -----------------------------------------------------------------------------------------------------
@@ -268,7 +236,6 @@ def test_start_says_what_is_wrong(world: World):
     (result() | {"files": {"a": "*"}}, "'files.a' is not base64"),
     (result() | {"level": "superb"}, "'level' must be one of"),
     (result() | {"more": 1}, "unknown field 'more'"),
-    (result("x" * 300_000), "larger than the allowed"),
     (lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "HTTP 302"),
     (lambda: web.Response(status=204), "HTTP 204"),
   ],
@@ -280,6 +247,39 @@ def test_malformed_answers(answer: Any, what: str):
       found = await there.run("1")
       assert found.status == "infra_error" and what in found.error and url in found.error
       assert len(server.asked) == 1
+
+  asyncio.run(body())
+
+
+def test_an_answer_that_is_too_large_is_the_doing_of_the_snippet():
+  async def body() -> None:
+    for protocol, large in (("native", result("x" * 300_000)), ("sandbox_fusion", fusion_answer(stdout="x" * 300_000))):
+      server = Answers(large)
+      async with pretending(server) as url, remote(url, max_response_mib=0.2, protocol=protocol) as there:
+        found = await there.run("1")
+        assert (found.status, found.limit) == ("output", "output") and "max_response_mib" in found.error
+        assert len(server.asked) == 1 and there.stats()["hosts_up"] == 1 and there.stats()["infra_errors"] == 0
+    server = Answers({"session": "s"}, large := result("x" * 300_000, state="kept"), result("2", state="kept"))
+    async with pretending(server) as url, remote(url, max_response_mib=0.2) as there:
+      session = there.session()
+      found = await session.run("1")
+      assert (found.status, found.state) == ("output", "kept") and len(large["value"]) == 300_000
+      assert (await session.run("2")).value == "2" and [asked.get("turn") for asked in server.asked] == [None, 1, 2]
+
+  asyncio.run(body())
+
+
+@pytest.mark.parametrize(("later", "attempt"), [("first", 1), ("second", 2)])
+def test_a_server_that_was_started_anew_at_once_is_told_from_the_one_before(later: str, attempt: int):
+  async def body() -> None:
+    def by(instance: str) -> Callable[[], web.Response]:
+      return lambda: reply(result("1"), **{wire.INSTANCE_HEADER: instance})
+
+    server = Answers(by("first"), "cut", by(later))
+    async with pretending(server) as url, remote(url) as there:
+      assert (await there.run("1")).attempt == 1
+      found = await there.run("2")
+      assert found.ok and found.attempt == attempt and len(server.asked) == 3
 
   asyncio.run(body())
 
@@ -419,8 +419,13 @@ def test_a_host_that_is_down_at_the_start():
   async def body() -> None:
     down = closed_port()
     async with pretending(Answers(result("1"))) as url, remote(down, url) as there:
-      assert there.stats()["hosts_up"] == 1
+      assert there.stats()["hosts_up"] == 1 and there.capabilities()["hosts"][down] == {}
       assert (await there.run("1")).value == "1"
+      late = SandboxService(Script())
+      await late.start(port=int(down.rpartition(":")[2]))
+      await until(lambda: there.stats()["hosts_up"] == 2)
+      assert there.capabilities()["hosts"][down]["level"] == late.level
+      await late.drain(0.0)
 
   asyncio.run(body())
 
@@ -497,93 +502,3 @@ def test_faults_in_sessions():
 
 
 # -- SandboxFusion -----------------------------------------------------------------------------------------------------
-
-
-def test_fusion_results(world: World):
-  async def body() -> None:
-    async with serving(world.interpreter) as http:
-      async with remote(http.url + "/run_code", protocol="sandbox_fusion") as there:
-        found = await there.run("print(open('a').read() + input())\n7", files={"a": b"x"}, stdin="y", fetch=["a", "b"])
-        assert (found.status, found.stdout, found.value, found.files) == ("ok", "xy\n", "", {"a": b"x"})
-        assert found.level == "unknown" and found.wall_s > 0
-        found = await there.run("import sys\nprint('e', file=sys.stderr)\n1/0")
-        assert found.status == "error" and found.stderr == "e\n" and found.error.startswith("Traceback")
-        found = await there.run("a b")
-        assert found.status == "error" and "SyntaxError" in found.error
-        found = await there.run("raise MemoryError")
-        assert (found.status, found.limit) == ("memory", "memory")
-        found = await there.run("while True: pass", Limits(wall_s=0.3))
-        assert (found.status, found.limit) == ("timeout", "wall")
-        found = await there.run("import sys\nsys.exit('why')")
-        assert (found.status, found.exit_code, found.stderr) == ("exit", 1, "why\n")
-        found = await there.run("import os\nos.abort()")
-        assert (found.status, found.signal) == ("crash", 6)
-        found = await there.run("print('x' * 500)", Limits(output_bytes=100))
-        assert found.stdout == "x" * 100 and found.stdout_dropped == 401
-        assert (await there.run("'\udc80'")).status == "refused"
-        with pytest.raises(LimitsError, match="relative path"):
-          await there.run("1", files={"../a": b""})
-        with pytest.raises(LimitsError, match="no sessions"):
-          there.session()
-
-  world.do(body())
-
-
-RAN = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "1", "stderr": ""}
-
-
-def fusion_answer(status: str = "Success", /, **ran: Any) -> dict[str, Any]:
-  return {"status": status, "message": "m", "compile_result": None, "run_result": RAN | ran, "files": {}}
-
-
-@pytest.mark.parametrize(
-  ("answer", "status", "what"),
-  [
-    (fusion_answer(), "ok", ""),
-    (fusion_answer(stdout=None, execution_time=None), "ok", ""),
-    (fusion_answer("SandboxError"), "infra_error", "m"),
-    (fusion_answer("Failed", status="Error", stderr="no bash"), "infra_error", "no bash"),
-    (fusion_answer("Failed", return_code=None), "infra_error", "'run_result.return_code'"),
-    (fusion_answer("Great"), "infra_error", "'status' must be one of"),
-    (fusion_answer() | {"run_result": None}, "infra_error", "'run_result' must be an object"),
-    (fusion_answer(stdout=1), "infra_error", "'run_result.stdout' must be a string"),
-    (fusion_answer() | {"files": {"a": 1}}, "infra_error", "'files.a' must be base64"),
-    ([], "infra_error", "must be an object"),
-  ],
-)
-def test_fusion_answers(answer: Any, status: str, what: str):
-  async def body() -> None:
-    server = Answers(answer)
-    async with pretending(server) as url, remote(url, protocol="sandbox_fusion") as there:
-      found = await there.run("1", Limits(wall_s=3, memory_mib=99))
-      assert found.status == status and what in found.error
-      asked = server.asked[0]
-      assert asked["language"] == "python" and asked["run_timeout"] == 3 and asked["memory_limit_MB"] == 99
-
-  asyncio.run(body())
-
-
-def test_fusion_tries_again_only_what_has_not_started():
-  async def body() -> None:
-    async def ask(*answers: Any) -> tuple[ExecResult, int]:
-      server = Answers(*answers, fusion_answer(stdout="done"))
-      async with pretending(server) as url, remote(url, closed_port(), protocol="sandbox_fusion") as there:
-        there._pool.hosts[1].up = False
-        return await there.run("1"), len(server.asked)
-
-    for status in (429, 503):
-      found, count = await ask(lambda status=status: reply({"detail": "later"}, status, **{"Retry-After": "0"}))
-      assert (found.stdout, count) == ("done", 2)
-    for answer in ("cut", lambda: web.Response(status=502), lambda: web.Response(status=500)):
-      found, count = await ask(answer)
-      assert (found.status, count) == ("infra_error", 1) and "may have run" in found.error
-    down = closed_port()
-    async with pretending(Answers(fusion_answer(stdout="done"))) as url:
-      async with remote(url, protocol="sandbox_fusion") as there:
-        there._pool.hosts[0].url, back = down, url
-        task = asyncio.create_task(there.run("1"))
-        await asyncio.sleep(0.03)
-        there._pool.hosts[0].url = back
-        assert (await task).stdout == "done"
-
-  asyncio.run(body())
