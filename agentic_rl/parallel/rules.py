@@ -19,6 +19,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
   "kv_heads": "tensor",
   "head_width": None,
   "mlp": "tensor",
+  "experts": None,
   "layers": None,
 }
 """Weights are sharded over `fsdp` along the model width and over `tensor` along heads, features and vocabulary."""

@@ -26,7 +26,9 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax
   return out.reshape(b, groups, h // groups, n, c).transpose(0, 3, 1, 2, 4).reshape(b, n, h, c)
 
 
-def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def packed_attention(
+  q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, window: jax.Array | int | None = None
+) -> jax.Array:
   """Causal self-attention within segments.
 
   Args:
@@ -35,6 +37,7 @@ def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.
     v: [B,T,K,C] values.
     segment_ids: int32[B,T]; tokens attend to earlier tokens of the same segment only. 0 is padding (whose outputs are
       finite and meaningless).
+    window: int32[] tokens that a query sees, itself included; None or 0 for all.
 
   Returns:
     [B,T,H,C].
@@ -45,14 +48,27 @@ def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.
   blocks = []
   for start in range(0, length, QUERY_BLOCK):
     stop = min(start + QUERY_BLOCK, length)
-    visible = (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]) & (
-      jnp.arange(start, stop)[None, :, None] >= jnp.arange(stop)[None, None, :]
-    )
+    back = jnp.arange(start, stop)[None, :, None] - jnp.arange(stop)[None, None, :]
+    visible = (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]) & _in_sight(back, window)
     blocks.append(_attend(q[:, start:stop], k[:, :stop], v[:, :stop], visible))
   return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
 
 
-def cached_attention(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, positions: jax.Array) -> jax.Array:
+def _in_sight(back: jax.Array, window: jax.Array | int | None) -> jax.Array:
+  """Whether a key that lies `back` tokens before its query is seen."""
+  seen = back >= 0
+  if window is None:
+    return seen
+  return seen & ((back < window) | (jnp.asarray(window) == 0))
+
+
+def cached_attention(
+  q: jax.Array,
+  k_cache: jax.Array,
+  v_cache: jax.Array,
+  positions: jax.Array,
+  window: jax.Array | int | None = None,
+) -> jax.Array:
   """Attention of new queries to a cache that already holds their own keys.
 
   Args:
@@ -60,10 +76,11 @@ def cached_attention(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, posit
     k_cache: [B,T,K,C] keys by absolute position.
     v_cache: [B,T,K,C] values.
     positions: int32[B,Q] absolute position of each query; it sees cache positions up to its own.
+    window: Tokens that a query sees, itself included; None or 0 for all.
 
   Returns:
     [B,Q,H,C].
   """
   chex.assert_rank([q, k_cache, v_cache, positions], [4, 4, 4, 2])
-  visible = positions[:, :, None] >= jnp.arange(k_cache.shape[1])[None, None, :]
+  visible = _in_sight(positions[:, :, None] - jnp.arange(k_cache.shape[1])[None, None, :], window)
   return _attend(q, k_cache, v_cache, visible)

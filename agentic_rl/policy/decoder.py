@@ -19,6 +19,9 @@ from flax import nnx
 from agentic_rl.parallel.rules import constrain
 from agentic_rl.policy import attention
 from agentic_rl.policy.config import PolicyConfig
+from agentic_rl.policy.experts import Experts
+from agentic_rl.policy.parameters import parameter
+from agentic_rl.policy.rope import frequencies, rotate
 
 Params = dict[str, Any]
 """Nested dict of arrays: {"embed": {"table"}, "layers": {...: [L, ...]}, "final_norm", "head" (untied)}."""
@@ -29,38 +32,11 @@ KeyValueCache = list[tuple[jax.Array, jax.Array]]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None) -> nnx.Param:
-  """A float32 parameter with logical axes; `std` None means ones (norm scales), 0 means zeros (biases)."""
-  if std is None:
-    value = jnp.ones(shape, jnp.float32)
-  elif std == 0:
-    value = jnp.zeros(shape, jnp.float32)
-  else:
-    value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-  return nnx.Param(value, logical_axes=axes)
-
-
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """RMSNorm over the last axis in float32 (Zhang & Sennrich, 2019)."""
   y = x.astype(jnp.float32)
   y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
   return (y * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
-
-
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-  """Rotary position embedding, halves convention (Su et al., 2021; as Llama in transformers).
-
-  Args:
-    x: [B,T,N,C].
-    positions: int32[B,T].
-    theta: Base of the frequencies.
-  """
-  half = x.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions.astype(jnp.float32)[..., None] * frequency[None, None, :]
-  cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
-  a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -70,18 +46,18 @@ class Attention(nnx.Module):
     c = config
     n, std = c.layers, c.width**-0.5
     self.config = config
-    self.q = _param(rngs, (n, c.width, c.heads, c.head_width), ("layers", "embed", "heads", "head_width"), std)
-    self.k = _param(rngs, (n, c.width, c.kv_heads, c.head_width), ("layers", "embed", "kv_heads", "head_width"), std)
-    self.v = _param(rngs, (n, c.width, c.kv_heads, c.head_width), ("layers", "embed", "kv_heads", "head_width"), std)
+    self.q = parameter(rngs, (n, c.width, c.heads, c.head_width), ("layers", "embed", "heads", "head_width"), std)
+    self.k = parameter(rngs, (n, c.width, c.kv_heads, c.head_width), ("layers", "embed", "kv_heads", "head_width"), std)
+    self.v = parameter(rngs, (n, c.width, c.kv_heads, c.head_width), ("layers", "embed", "kv_heads", "head_width"), std)
     out_std = (c.heads * c.head_width) ** -0.5 / (2 * n) ** 0.5  # residual branches add up to unit variance
-    self.o = _param(rngs, (n, c.heads, c.head_width, c.width), ("layers", "heads", "head_width", "embed"), out_std)
+    self.o = parameter(rngs, (n, c.heads, c.head_width, c.width), ("layers", "heads", "head_width", "embed"), out_std)
     if c.qkv_bias:
-      self.q_bias = _param(rngs, (n, c.heads, c.head_width), ("layers", "heads", "head_width"), 0)
-      self.k_bias = _param(rngs, (n, c.kv_heads, c.head_width), ("layers", "kv_heads", "head_width"), 0)
-      self.v_bias = _param(rngs, (n, c.kv_heads, c.head_width), ("layers", "kv_heads", "head_width"), 0)
+      self.q_bias = parameter(rngs, (n, c.heads, c.head_width), ("layers", "heads", "head_width"), 0)
+      self.k_bias = parameter(rngs, (n, c.kv_heads, c.head_width), ("layers", "kv_heads", "head_width"), 0)
+      self.v_bias = parameter(rngs, (n, c.kv_heads, c.head_width), ("layers", "kv_heads", "head_width"), 0)
     if c.qk_norm:
-      self.q_norm = _param(rngs, (n, c.head_width), ("layers", "head_width"), None)
-      self.k_norm = _param(rngs, (n, c.head_width), ("layers", "head_width"), None)
+      self.q_norm = parameter(rngs, (n, c.head_width), ("layers", "head_width"), None)
+      self.k_norm = parameter(rngs, (n, c.head_width), ("layers", "head_width"), None)
 
   def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
     """`x` [B,T,D], `positions` int32[B,T] -> [B,T,D]. The layer axis has been taken off the parameters."""
@@ -95,8 +71,9 @@ class Attention(nnx.Module):
       v = v + self.v_bias[...].astype(dtype)[None, None]
     if c.qk_norm:
       q, k = rms_norm(q, self.q_norm[...], c.norm_eps), rms_norm(k, self.k_norm[...], c.norm_eps)
-    q = constrain(rotate(q, positions, c.rope_theta), "batch", "length", "heads", "head_width")
-    k = constrain(rotate(k, positions, c.rope_theta), "batch", "length", "kv_heads", "head_width")
+    frequency, factor = frequencies(c.head_width, c.rope_theta, c.rope_scaling)
+    q = constrain(rotate(q, positions, frequency, factor), "batch", "length", "heads", "head_width")
+    k = constrain(rotate(k, positions, frequency, factor), "batch", "length", "kv_heads", "head_width")
     return jnp.einsum("bthc,hcd->btd", attend(q, k, v), self.o[...].astype(dtype))
 
 
@@ -105,9 +82,9 @@ class MLP(nnx.Module):
 
   def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
     n, d, f = config.layers, config.width, config.mlp_width
-    self.gate = _param(rngs, (n, d, f), ("layers", "embed", "mlp"), d**-0.5)
-    self.up = _param(rngs, (n, d, f), ("layers", "embed", "mlp"), d**-0.5)
-    self.down = _param(rngs, (n, f, d), ("layers", "mlp", "embed"), f**-0.5 / (2 * n) ** 0.5)
+    self.gate = parameter(rngs, (n, d, f), ("layers", "embed", "mlp"), d**-0.5)
+    self.up = parameter(rngs, (n, d, f), ("layers", "embed", "mlp"), d**-0.5)
+    self.down = parameter(rngs, (n, f, d), ("layers", "mlp", "embed"), f**-0.5 / (2 * n) ** 0.5)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     dtype = x.dtype
@@ -120,10 +97,10 @@ class Block(nnx.Module):
 
   def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
     self.eps = config.norm_eps
-    self.attention_norm = _param(rngs, (config.layers, config.width), ("layers", "embed"), None)
+    self.attention_norm = parameter(rngs, (config.layers, config.width), ("layers", "embed"), None)
     self.attention = Attention(config, rngs)
-    self.mlp_norm = _param(rngs, (config.layers, config.width), ("layers", "embed"), None)
-    self.mlp = MLP(config, rngs)
+    self.mlp_norm = parameter(rngs, (config.layers, config.width), ("layers", "embed"), None)
+    self.mlp = Experts(config, rngs) if config.experts else MLP(config, rngs)
 
   def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
     x = x + self.attention(rms_norm(x, self.attention_norm[...], self.eps), positions, attend)
@@ -135,7 +112,7 @@ class Embed(nnx.Module):
   """The embedding table."""
 
   def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
-    self.table = _param(rngs, (config.vocab_size, config.width), ("vocab", "embed"), config.width**-0.5)
+    self.table = parameter(rngs, (config.vocab_size, config.width), ("vocab", "embed"), config.width**-0.5)
 
 
 class Decoder(nnx.Module):
@@ -144,9 +121,9 @@ class Decoder(nnx.Module):
   def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
     self.embed = Embed(config, rngs)
     self.layers = Block(config, rngs)
-    self.final_norm = _param(rngs, (config.width,), ("embed",), None)
+    self.final_norm = parameter(rngs, (config.width,), ("embed",), None)
     if not config.tied_embeddings:
-      self.head = _param(rngs, (config.vocab_size, config.width), ("vocab", "embed"), config.width**-0.5)
+      self.head = parameter(rngs, (config.vocab_size, config.width), ("vocab", "embed"), config.width**-0.5)
 
 
 class Policy:
@@ -196,15 +173,21 @@ class Policy:
     """
     chex.assert_rank([token_ids, positions, segment_ids], 2)
     chex.assert_equal_shape([token_ids, positions, segment_ids])
-    attend = functools.partial(attention.packed_attention, segment_ids=segment_ids)
+    windows = None
+    if self.config.sliding_layers:
+      windows = jnp.array([self.config.window(i) for i in range(self.config.layers)], jnp.int32)
 
-    def layer(x: jax.Array, layer_params: Params) -> tuple[jax.Array, None]:
+    def layer(x: jax.Array, of_layer: tuple[Params, jax.Array | None]) -> tuple[jax.Array, None]:
+      layer_params, window = of_layer
+      attend = functools.partial(attention.packed_attention, segment_ids=segment_ids, window=window)
       return self._block(layer_params)(x, positions, attend), None
 
     if self.config.remat == "layer":
       layer = jax.checkpoint(layer)
     x = self._embed(params, token_ids)
-    x, _ = jax.lax.scan(layer, x, params["layers"], unroll=self.config.layers if self.config.unroll_layers else 1)
+    x, _ = jax.lax.scan(
+      layer, x, (params["layers"], windows), unroll=self.config.layers if self.config.unroll_layers else 1
+    )
     return rms_norm(x, params["final_norm"], self.config.norm_eps)
 
   def init_cache(self, slots: int, length: int) -> KeyValueCache:
@@ -239,15 +222,22 @@ class Policy:
     rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)[:, None]
     x = self._embed(params, token_ids)
     new_cache: KeyValueCache = []
-    for layer_params, (keys, values) in zip(params["layers"], cache, strict=True):
+    for number, (layer_params, (keys, values)) in enumerate(zip(params["layers"], cache, strict=True)):
+      window = self.config.window(number) or None
 
       def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array = keys, values: jax.Array = values
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        keys: jax.Array = keys,
+        values: jax.Array = values,
+        window: int | None = window,
       ) -> jax.Array:
         keys = keys.at[rows, positions].set(k, mode="drop")
         values = values.at[rows, positions].set(v, mode="drop")
         new_cache.append((keys, values))
-        return attention.cached_attention(q, keys[:, :attend_length], values[:, :attend_length], positions)
+        seen = keys[:, :attend_length], values[:, :attend_length]
+        return attention.cached_attention(q, *seen, positions, window)
 
       x = self._block(layer_params)(x, positions, attend)
     return rms_norm(x, params["final_norm"], self.config.norm_eps), new_cache

@@ -14,6 +14,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from agentic_rl.policy import Policy, PolicyConfig, huggingface  # noqa: E402
+from agentic_rl.policy.huggingface import table  # noqa: E402
+from agentic_rl.policy.huggingface.load import lookup as table_lookup  # noqa: E402
+from agentic_rl.policy.rope import RopeScaling  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +29,24 @@ CONFIGS = {
   "qwen2_untied": dataclasses.replace(LLAMA, qkv_bias=True, rope_theta=1e6, tied_embeddings=False),
   "qwen3_tied": dataclasses.replace(LLAMA, qk_norm=True, head_width=16, rope_theta=1e6),
   "qwen3_untied": dataclasses.replace(LLAMA, qk_norm=True, head_width=4, tied_embeddings=False),
+  "llama3": dataclasses.replace(LLAMA, rope_theta=5e5, rope_scaling=RopeScaling("llama3", 8.0, 12, 1.0, 4.0)),
+  "linear": dataclasses.replace(LLAMA, rope_scaling=RopeScaling("linear", 2.5)),
+  "yarn": dataclasses.replace(LLAMA, qkv_bias=True, rope_theta=1e6, rope_scaling=RopeScaling("yarn", 4.0, 16)),
+  "yarn_attention": dataclasses.replace(
+    LLAMA, qk_norm=True, head_width=16, rope_scaling=RopeScaling("yarn", 2.0, 16, beta_fast=16.0, attention_factor=0.9)
+  ),
+  "qwen2_sliding": dataclasses.replace(
+    LLAMA, qkv_bias=True, rope_theta=1e6, sliding_window=7, sliding_layers=(False, True, True)
+  ),
+  "qwen3_sliding": dataclasses.replace(
+    LLAMA, qk_norm=True, sliding_window=7, sliding_layers=(True, False, True), tied_embeddings=False
+  ),
+  "qwen3_moe": dataclasses.replace(
+    LLAMA, qk_norm=True, experts=6, experts_per_token=2, expert_width=20, tied_embeddings=False
+  ),
+  "qwen3_moe_as_it_comes": dataclasses.replace(
+    LLAMA, qk_norm=True, experts=4, experts_per_token=3, expert_width=20, normalize_experts=False
+  ),
 }
 
 
@@ -76,9 +97,47 @@ def test_a_packed_row_gives_the_logits_of_its_segments(exported):
   np.testing.assert_allclose(ours[13:], their_logits(path, [ids[13:]])[0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_directory_written_by_transformers_is_read(family: str, tmp_path: pathlib.Path):
-  config = CONFIGS[f"{family}_untied"]
+def test_gradients_are_the_same(exported):
+  config, params, path = exported
+  ids = np.random.default_rng(5).integers(0, config.vocab_size, (2, 24))
+  weights = np.random.default_rng(6).standard_normal((2, 24, config.vocab_size)).astype(np.float32) / 24
+  positions, segments = np.tile(np.arange(24, dtype=np.int32), (2, 1)), np.ones((2, 24), np.int32)
+  policy = Policy(config)
+
+  def ours(params):
+    hidden = policy.hidden(params, jnp.asarray(ids, jnp.int32), positions, segments)
+    return jnp.sum(jax.nn.log_softmax(hidden @ policy.unembedding(params).T) * weights)
+
+  model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+  logits = model(torch.tensor(ids)).logits
+  (torch.log_softmax(logits, -1) * torch.tensor(weights)).sum().backward()
+  theirs = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+  got = jax.grad(ours)(jax.tree.map(jnp.asarray, params))
+  compared = 0
+  for leaf in table.leaves(config):
+    array = np.asarray(table_lookup(got, leaf.path))
+    for place, name in leaf.names(config):
+      want = theirs[name] if name in theirs else fused_expert(theirs, name)
+      np.testing.assert_allclose(leaf.to_theirs(array[place]), want, atol=1e-4, rtol=1e-4, err_msg=name)
+      compared += want.size
+  assert compared == policy.parameter_count()
+
+
+def fused_expert(gradients: dict, name: str) -> np.ndarray:
+  """The gradient of one expert's matrix; transformers holds those of all experts in one array."""
+  layer, _, rest = name.partition(".experts.")
+  number, matrix, _ = rest.split(".")
+  if matrix == "down_proj":
+    return gradients[f"{layer}.experts.down_proj"][int(number)]
+  both = gradients[f"{layer}.experts.gate_up_proj"][int(number)]
+  return np.split(both, 2)[matrix == "up_proj"]
+
+
+@pytest.mark.parametrize(
+  "name", ["llama_untied", "qwen2_untied", "qwen3_untied", "llama3", "yarn", "qwen3_sliding", "qwen3_moe"]
+)
+def test_a_directory_written_by_transformers_is_read(name: str, tmp_path: pathlib.Path):
+  config = CONFIGS[name]
   values = huggingface.huggingface_config(config, max_length=64)
   torch.manual_seed(0)
   model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values)).eval()

@@ -12,7 +12,8 @@ import pytest
 
 from agentic_rl.data import Batch, pack_sequences
 from agentic_rl.policy import Params, Policy, PolicyConfig
-from agentic_rl.policy.decoder import rms_norm, rotate, sequence_positions
+from agentic_rl.policy.decoder import rms_norm, sequence_positions
+from agentic_rl.policy.rope import frequencies, rotate
 
 TINY = PolicyConfig(
   vocab_size=13,
@@ -67,9 +68,9 @@ def test_rotary_embedding_by_hand():
     [0.0, np.cos(0.3), 0.0, np.sin(0.3)],
     [-2 * np.sin(3), -5 * np.sin(0.3), 2 * np.cos(3), 5 * np.cos(0.3)],
   ]
-  got = rotate(jnp.asarray(x).reshape(3, 1, 1, 4), np.full((3, 1), 3, np.int32), 100.0)
+  got = rotate(jnp.asarray(x).reshape(3, 1, 1, 4), np.full((3, 1), 3, np.int32), frequencies(4, 100.0)[0])
   np.testing.assert_allclose(np.asarray(got).reshape(3, 4), want, atol=1e-6)
-  at_zero = rotate(jnp.asarray(x).reshape(3, 1, 1, 4), np.zeros((3, 1), np.int32), 100.0)
+  at_zero = rotate(jnp.asarray(x).reshape(3, 1, 1, 4), np.zeros((3, 1), np.int32), frequencies(4, 100.0)[0])
   np.testing.assert_array_equal(np.asarray(at_zero).reshape(3, 4), x)
 
 
@@ -78,7 +79,7 @@ def test_rotary_products_depend_on_the_distance_alone():
   q, k = (jnp.asarray(rng.normal(size=(1, 1, 1, 8)), jnp.float32) for _ in range(2))
 
   def product(at_q: int, at_k: int) -> float:
-    a, b = (rotate(x, np.array([[at]], np.int32), 10_000.0) for x, at in ((q, at_q), (k, at_k)))
+    a, b = (rotate(x, np.array([[at]], np.int32), frequencies(8, 10_000.0)[0]) for x, at in ((q, at_q), (k, at_k)))
     return float((a * b).sum())
 
   assert product(7, 3) == pytest.approx(product(1004, 1000), abs=1e-4)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import sys
 
 import jax
 import ml_dtypes
@@ -15,7 +16,12 @@ pytest.importorskip("safetensors.numpy")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from agentic_rl.errors import UserError  # noqa: E402
+from agentic_rl.parallel import MeshShape, make_mesh, shardings  # noqa: E402
 from agentic_rl.policy import Policy, PolicyConfig, huggingface  # noqa: E402
+from agentic_rl.policy.huggingface import load as load_function  # noqa: E402
+from agentic_rl.policy.rope import RopeScaling  # noqa: E402
+
+load_module = sys.modules[load_function.__module__]
 
 LLAMA = PolicyConfig(
   vocab_size=11, width=12, layers=2, heads=4, kv_heads=2, head_width=6, mlp_width=10, tied_embeddings=False
@@ -25,6 +31,13 @@ CONFIGS = {
   "smollm2": dataclasses.replace(LLAMA, kv_heads=1, head_width=2, tied_embeddings=True, rope_theta=1e5),
   "qwen2": dataclasses.replace(LLAMA, heads=2, qkv_bias=True, rope_theta=1e6),
   "qwen3": dataclasses.replace(LLAMA, head_width=8, qk_norm=True, tied_embeddings=True),
+  "qwen3_moe": dataclasses.replace(
+    LLAMA, qk_norm=True, experts=4, experts_per_token=2, expert_width=8, normalize_experts=False
+  ),
+  "llama3": dataclasses.replace(LLAMA, rope_scaling=RopeScaling("llama3", 8.0, 16, 1.0, 4.0)),
+  "yarn": dataclasses.replace(LLAMA, heads=2, qkv_bias=True, rope_scaling=RopeScaling("yarn", 4.0, 16)),
+  "linear": dataclasses.replace(LLAMA, rope_scaling=RopeScaling("linear", 2.0)),
+  "sliding": dataclasses.replace(LLAMA, qk_norm=True, sliding_window=5, sliding_layers=(False, True)),
 }
 
 
@@ -94,16 +107,30 @@ def test_shards_are_written_with_an_index_and_read_back(tmp_path: pathlib.Path):
     huggingface.load(path)
 
 
-def test_leaves_are_placed_one_at_a_time(saved: pathlib.Path):
-  seen = []
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("shape", [MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 2, 2)])
+def test_devices_get_their_own_pieces(name: str, shape: MeshShape, tmp_path: pathlib.Path, monkeypatch):
+  config = dataclasses.replace(CONFIGS[name], vocab_size=12)
+  params = random_params(config)
+  path = huggingface.save(tmp_path / "model", config, params, max_length=32)
+  policy = Policy(config)
+  mesh = make_mesh(shape, jax.devices()[: shape.data * shape.fsdp * shape.tensor])
+  where = shardings(mesh, policy.logical_axes(), policy.abstract_params())
+  sizes: list[int] = []
+  read_piece = load_module._Checkpoint.read
 
-  def place(path: tuple[str, ...], array: np.ndarray) -> str:
-    seen.append(path)
-    return f"{'/'.join(path)}{array.shape}"
+  def count(self, *args):
+    array = read_piece(self, *args)
+    sizes.append(array.size)
+    return array
 
-  _, params = huggingface.load(saved, place=place)
-  assert len(seen) == len(set(seen)) == len(jax.tree.leaves(Policy(LLAMA).abstract_params()))
-  assert params["layers"]["attention"]["k"] == "layers/attention/k(2, 12, 2, 6)"
+  monkeypatch.setattr(load_module._Checkpoint, "read", count)
+  _, read = huggingface.load(path, shardings=where)
+  assert_same_bits(jax.tree.map(np.asarray, read), params)
+  assert jax.tree.map(lambda x: x.sharding, read) == where
+  leaves = jax.tree.leaves(read)
+  assert sum(sizes) == sum(x.size for x in leaves)  # copies are not read again
+  assert max(sizes) <= max(x.addressable_shards[0].data.size for x in leaves)
 
 
 def test_options_of_the_computation_are_kept(saved: pathlib.Path):
@@ -130,6 +157,32 @@ def test_a_value_that_is_not_finite_is_named(saved: pathlib.Path):
   edit(saved, lambda tensors: tensors["model.layers.1.input_layernorm.weight"].__setitem__(3, np.nan))
   with pytest.raises(UserError, match=r"model\.layers\.1\.input_layernorm\.weight .*not finite"):
     huggingface.load(saved)
+
+
+def test_quantised_weights_are_named(saved: pathlib.Path):
+  edit(saved, lambda tensors: tensors.update({"model.norm.weight": np.ones(12, np.int8)}))
+  with pytest.raises(UserError, match=r"model\.norm\.weight in model\.safetensors is I8"):
+    huggingface.load(saved)
+
+
+def test_a_config_that_lacks_something_is_named(saved: pathlib.Path):
+  values = json.loads((saved / "config.json").read_text())
+  del values["num_attention_heads"]
+  (saved / "config.json").write_text(json.dumps(values))
+  with pytest.raises(UserError, match=r"config\.json has no 'num_attention_heads'"):
+    huggingface.load(saved)
+  (saved / "config.json").write_text("{")
+  with pytest.raises(UserError, match=r"config\.json is not JSON"):
+    huggingface.load(saved)
+
+
+def test_windows_are_read_in_both_forms():
+  values = huggingface.huggingface_config(CONFIGS["sliding"], max_length=32)
+  assert huggingface.policy_config(values) == CONFIGS["sliding"]
+  del values["layer_types"]
+  assert huggingface.policy_config(values) == CONFIGS["sliding"]  # by max_window_layers
+  assert not huggingface.policy_config({**values, "use_sliding_window": False}).sliding_layers
+  assert not huggingface.policy_config({**values, "max_window_layers": 2}).sliding_layers
 
 
 def test_a_tied_head_may_be_there_where_it_is_the_embedding(tmp_path: pathlib.Path):
@@ -160,12 +213,16 @@ def test_directories_without_a_model_are_refused(tmp_path: pathlib.Path):
   ("change", "message"),
   [
     ({"model_type": "gpt2"}, "model_type 'gpt2'"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
-    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope type 'yarn'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "rope type 'longrope'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7}}, "a variant of yarn"),
+    ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor of a rope scaling must be at least 1"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ({"mlp_only_layers": [1]}, r"dense layers \[1\]"),
+    ({"num_key_value_heads": 3}, r"kv_heads \(3\) must divide"),
     ({"attention_bias": True}, "attention_bias"),
     ({"mlp_bias": True}, "mlp_bias"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    ({"use_sliding_window": True}, "use_sliding_window"),
   ],
 )
 def test_what_the_decoder_does_not_have_is_refused(change: dict, message: str):

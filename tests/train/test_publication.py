@@ -302,8 +302,8 @@ def test_weights_of_another_shape_are_refused_by_the_first_option_that_differs(
 def test_how_a_policy_is_computed_does_not_decide_what_fits() -> None:
   published = Publication(0, "somewhere", "", CONFIG.to_dict())
   check_fits(published, PolicyConfig.from_dict(CONFIG.to_dict() | {"dtype": "bfloat16", "remat": "layer"}))
-  with pytest.raises(UserError, match="another kind of policy: unknown policy option 'experts'"):
-    check_fits(Publication(0, "somewhere", "", CONFIG.to_dict() | {"experts": 4}), CONFIG)
+  with pytest.raises(UserError, match="another kind of policy: unknown policy option 'expertise'"):
+    check_fits(Publication(0, "somewhere", "", CONFIG.to_dict() | {"expertise": 4}), CONFIG)
 
 
 # ---- disks ----
