@@ -143,7 +143,7 @@ def get_config() -> ConfigDict:
   config.evaluation = ConfigDict(dict(every=5, samples=1, temperature=1.0, top_p=1.0))
   # XLA runs programs as small as these on one core; two simulated devices, each with half of the rows, use two.
   config.cpu_devices = 2
-  config.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))
+  config.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1, context=1, expert=1))
 
   config.sft = ConfigDict(
     dict(

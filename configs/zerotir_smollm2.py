@@ -167,7 +167,7 @@ def get_config() -> ConfigDict:
   )
   config.publication = ConfigDict(dict(directory="", probe_tokens=24, max_logprob_diff=1e-3))
   config.evaluation = ConfigDict(dict(every=20, samples=1, temperature=0.7, top_p=1.0))
-  config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
+  config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, context=1, expert=1))
   config.cpu_devices = 1  # a CPU-only host works as one device, which uses all its cores
   return config.lock()
 

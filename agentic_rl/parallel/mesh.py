@@ -1,4 +1,6 @@
-"""The mesh: axes `data` (replicated weights), `fsdp` (sharded weights) and `tensor` (sharded heads and features)."""
+"""The mesh: axes `data` (replicated weights), `fsdp` (sharded weights), `expert` (sharded experts), `context` (rows cut
+along their tokens) and `tensor` (sharded heads and features). Rows are spread over the first three.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +22,17 @@ class MeshShape:
   data: int = 1
   fsdp: int = -1
   tensor: int = 1
+  context: int = 1
+  expert: int = 1
 
-  def resolve(self, devices: int) -> tuple[int, int, int]:
-    """The shape for a number of devices.
+  def resolve(self, devices: int) -> tuple[int, ...]:
+    """The sizes of `AXES` for a number of devices.
 
     Raises:
       ValueError: If the axes do not multiply to `devices`.
     """
-    shape = [self.data, self.fsdp, self.tensor]
-    named = dict(zip(AXES, shape, strict=True))
+    named = {name: getattr(self, name) for name in AXES}
+    shape = list(named.values())
     if shape.count(-1) > 1 or any(n < 1 and n != -1 for n in shape):
       raise ValueError(f"mesh axes must be positive, or -1 for at most one of them; got {named}")
     if -1 in shape:
@@ -38,13 +42,20 @@ class MeshShape:
       shape[shape.index(-1)] = devices // rest
     if math.prod(shape) != devices:
       raise ValueError(f"mesh {named} needs {math.prod(shape)} devices, {devices} are there; set one axis to -1")
-    return shape[0], shape[1], shape[2]
+    return tuple(shape)
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
   """A mesh over `devices` (all of them by default), arranged for the interconnect by JAX."""
   devices = list(jax.devices() if devices is None else devices)
   return jax.make_mesh(shape.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def serving_mesh(mesh: Mesh) -> Mesh:
+  """The same devices for an engine, whose rows are too short to be cut: `context` becomes part of `data`."""
+  data, fsdp, expert, context, tensor = mesh.devices.shape
+  devices = mesh.devices.transpose(0, 3, 1, 2, 4).reshape(data * context, fsdp, expert, 1, tensor)
+  return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def initialize_distributed() -> None:

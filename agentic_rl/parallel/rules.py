@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,19 +11,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 LogicalAxes = tuple[str | None, ...]
 
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Mesh axes over which the rows of a batch are spread."""
+
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
-  "batch": ("data", "fsdp"),
-  "length": None,
+  "batch": BATCH_AXES,
+  "length": "context",
+  "tokens": (*BATCH_AXES, "context"),
   "vocab": "tensor",
   "embed": "fsdp",
   "heads": "tensor",
   "kv_heads": "tensor",
   "head_width": None,
   "mlp": "tensor",
-  "experts": None,
+  "experts": "expert",
   "layers": None,
 }
-"""Weights are sharded over `fsdp` along the model width and over `tensor` along heads, features and vocabulary."""
+"""Weights are sharded over `fsdp` along the model width, over `tensor` along heads, features and vocabulary, and over
+`expert` along the experts; activations over the rows and, by `context`, along them."""
 
 
 def partition_spec(axes: LogicalAxes) -> PartitionSpec:
@@ -74,6 +80,11 @@ def shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
     return NamedSharding(mesh, spec)
 
   return jax.tree_util.tree_map_with_path(one, shapes, axes, is_leaf=lambda x: hasattr(x, "shape"))
+
+
+def parts(mesh: Mesh, *axes: str) -> int:
+  """Into how many pieces a mesh cuts arrays along these logical axes together."""
+  return math.prod(_axis_size(mesh, RULES[axis]) for axis in axes)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

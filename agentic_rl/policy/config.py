@@ -9,6 +9,7 @@ from typing import Any
 from agentic_rl.policy.rope import RopeScaling
 
 REMAT = ("none", "layer")
+ATTENTION = ("auto", "blocks", "splash", "cudnn", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class PolicyConfig:
     expert_width: Feed-forward width of an expert; `mlp_width` is unused then.
     normalize_experts: The weights of a token's experts are made to sum to 1.
     dtype: Type of activations and matrix products; parameters are float32 in the learner.
+    attention: Implementation of attention over packed rows, see `attention`; `auto` goes by the platform.
     remat: `layer` recomputes each layer in the backward pass, `none` keeps all activations.
     unroll_layers: Unroll the loop over layers: faster on CPU, slower to compile for deep models.
   """
@@ -60,6 +62,7 @@ class PolicyConfig:
   expert_width: int = 0
   normalize_experts: bool = True
   dtype: str = "float32"
+  attention: str = "auto"
   remat: str = "none"
   unroll_layers: bool = False
 
@@ -77,6 +80,8 @@ class PolicyConfig:
       raise ValueError(f"experts_per_token must be from 1 to experts ({self.experts}), got {self.experts_per_token}")
     if self.experts and self.expert_width < 1:
       raise ValueError(f"expert_width must be at least 1, got {self.expert_width}")
+    if self.attention not in ATTENTION:
+      raise ValueError(f"unknown attention {self.attention!r}; choose one of {', '.join(ATTENTION)}")
     if self.remat not in REMAT:
       raise ValueError(f"unknown remat {self.remat!r}; choose one of {', '.join(REMAT)}")
     if self.dtype not in ("float32", "bfloat16"):
@@ -110,6 +115,6 @@ class PolicyConfig:
   def architecture(self) -> dict[str, Any]:
     """The options that decide which checkpoints fit: all but how it is computed."""
     values = self.to_dict()
-    for name in ("dtype", "remat", "unroll_layers"):
+    for name in ("dtype", "attention", "remat", "unroll_layers"):
       del values[name]
     return values

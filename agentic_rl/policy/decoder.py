@@ -173,20 +173,20 @@ class Policy:
     """
     chex.assert_rank([token_ids, positions, segment_ids], 2)
     chex.assert_equal_shape([token_ids, positions, segment_ids])
-    windows = None
-    if self.config.sliding_layers:
-      windows = jnp.array([self.config.window(i) for i in range(self.config.layers)], jnp.int32)
+    c = self.config
+    sliding = jnp.array(c.sliding_layers) if c.sliding_layers else None
+    packed = functools.partial(attention.packed_attention, segment_ids=segment_ids, implementation=c.attention)
 
     def layer(x: jax.Array, of_layer: tuple[Params, jax.Array | None]) -> tuple[jax.Array, None]:
-      layer_params, window = of_layer
-      attend = functools.partial(attention.packed_attention, segment_ids=segment_ids, window=window)
+      layer_params, windowed = of_layer
+      attend = packed if windowed is None else functools.partial(packed, window=c.sliding_window, windowed=windowed)
       return self._block(layer_params)(x, positions, attend), None
 
     if self.config.remat == "layer":
       layer = jax.checkpoint(layer)
     x = self._embed(params, token_ids)
     x, _ = jax.lax.scan(
-      layer, x, (params["layers"], windows), unroll=self.config.layers if self.config.unroll_layers else 1
+      layer, x, (params["layers"], sliding), unroll=self.config.layers if self.config.unroll_layers else 1
     )
     return rms_norm(x, params["final_norm"], self.config.norm_eps)
 
@@ -223,7 +223,7 @@ class Policy:
     x = self._embed(params, token_ids)
     new_cache: KeyValueCache = []
     for number, (layer_params, (keys, values)) in enumerate(zip(params["layers"], cache, strict=True)):
-      window = self.config.window(number) or None
+      window = self.config.window(number)
 
       def attend(
         q: jax.Array,
@@ -231,13 +231,13 @@ class Policy:
         v: jax.Array,
         keys: jax.Array = keys,
         values: jax.Array = values,
-        window: int | None = window,
+        window: int = window,
       ) -> jax.Array:
         keys = keys.at[rows, positions].set(k, mode="drop")
         values = values.at[rows, positions].set(v, mode="drop")
         new_cache.append((keys, values))
         seen = keys[:, :attend_length], values[:, :attend_length]
-        return attention.cached_attention(q, *seen, positions, window)
+        return attention.cached_attention(q, *seen, positions, window=window)
 
       x = self._block(layer_params)(x, positions, attend)
     return rms_norm(x, params["final_norm"], self.config.norm_eps), new_cache

@@ -6,13 +6,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from agentic_rl.parallel.rules import constrain
+from agentic_rl.parallel.rules import partition_spec
 from agentic_rl.policy.config import PolicyConfig
 from agentic_rl.policy.parameters import parameter
 
 
 class Experts(nnx.Module):
-  """SwiGLU experts behind a softmax router. No token is dropped: experts take as many as are sent to them."""
+  """SwiGLU experts behind a softmax router. No token is dropped: experts take as many as are sent to them.
+
+  On a mesh each device has some of the experts (axis `expert`) and a slice of their width (`tensor`). It gathers the
+  tokens of the devices that have the other experts, gives them to its own, and the results are summed where the tokens
+  came from.
+  """
 
   def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
     c = config
@@ -26,30 +31,48 @@ class Experts(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """`x` [B,T,D] -> [B,T,D]. The layer axis has been taken off the parameters."""
-    b, t, d = x.shape
-    tokens = x.reshape(b * t, d)
-    weights, ids = self._route(tokens)
-    per_token = ids.shape[1]
-    # Tokens in the order of their experts: each expert's matrix product is then one contiguous piece.
-    order = jnp.argsort(ids.reshape(-1), stable=True)
-    sizes = jnp.bincount(ids.reshape(-1), length=self.config.experts).astype(jnp.int32)
-    sent = jnp.take(tokens, order // per_token, axis=0)
-    hidden = jax.nn.silu(_grouped(sent, self.gate[...], sizes)) * _grouped(sent, self.up[...], sizes)
-    out = _grouped(hidden, self.down[...], sizes)
-    back = jnp.take(out, jnp.argsort(order), axis=0).reshape(b * t, per_token, d)
-    mixed = jnp.sum(back * weights[:, :, None].astype(x.dtype), axis=1)
-    return constrain(mixed.reshape(b, t, d), "batch", "length", None)
+    router, gate, up, down = (w[...].astype(x.dtype) for w in (self.router, self.gate, self.up, self.down))
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+      return self._mix(x.reshape(-1, x.shape[-1]), router, gate, up, down, jnp.int32(0)).reshape(x.shape)
 
-  def _route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def on_device(x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+      router = jax.lax.all_gather(router, "fsdp", axis=0, tiled=True)
+      gate, up = (jax.lax.all_gather(w, "fsdp", axis=1, tiled=True) for w in (gate, up))
+      down = jax.lax.all_gather(down, "fsdp", axis=2, tiled=True)
+      tokens = jax.lax.all_gather(x.reshape(-1, x.shape[-1]), "expert", axis=0, tiled=True)
+      first = jax.lax.axis_index("expert") * gate.shape[0]
+      out = jax.lax.psum(self._mix(tokens, router, gate, up, down, first), "tensor")
+      return jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True).reshape(x.shape)
+
+    activations = partition_spec(("batch", "length", None))
+    wide = partition_spec(("experts", "embed", "mlp"))
+    specs = (activations, partition_spec(("embed", None)), wide, wide, partition_spec(("experts", "mlp", "embed")))
+    return jax.shard_map(on_device, in_specs=specs, out_specs=activations, check_vma=False)(x, router, gate, up, down)
+
+  def _mix(
+    self, tokens: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, first: jax.Array
+  ) -> jax.Array:
+    """What the experts `first`, `first + 1`, ... add to the tokens [N,D]."""
+    count, per_token = gate.shape[0], self.config.experts_per_token
+    weights, ids = self._route(tokens, router)
+    local = ids.reshape(-1) - first
+    mine = (local >= 0) & (local < count)
+    # Tokens in the order of their experts, those of other devices last: each product is then one contiguous piece.
+    key = jnp.where(mine, local, count)
+    order = jnp.argsort(key, stable=True)
+    sizes = jnp.bincount(key, length=count + 1)[:count].astype(jnp.int32)
+    sent = jnp.take(tokens, order // per_token, axis=0)
+    hidden = jax.nn.silu(jax.lax.ragged_dot(sent, gate, sizes)) * jax.lax.ragged_dot(sent, up, sizes)
+    out = jnp.take(jax.lax.ragged_dot(hidden, down, sizes), jnp.argsort(order), axis=0)
+    share = jnp.where(mine, weights.reshape(-1), 0.0)[:, None].astype(tokens.dtype)
+    out = jnp.where(mine[:, None], out, 0.0)  # what is in no group has no defined product
+    return jnp.sum((out * share).reshape(-1, per_token, tokens.shape[-1]), axis=1)
+
+  def _route(self, tokens: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
     """float32[N,k] weights and int32[N,k] numbers of the experts that each token [N,D] goes to."""
-    logits = tokens @ self.router[...].astype(tokens.dtype)
-    shares = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    shares = jax.nn.softmax((tokens @ router).astype(jnp.float32), axis=-1)
     weights, ids = jax.lax.top_k(shares, self.config.experts_per_token)
     if self.config.normalize_experts:
       weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, ids
-
-
-def _grouped(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-  """[N,I] rows in groups of `sizes` [E], each times its own matrix of [E,I,O] -> [N,O]."""
-  return jax.lax.ragged_dot(rows, matrices.astype(rows.dtype), sizes)

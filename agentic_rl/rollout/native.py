@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agentic_rl.episode import Completion, Finish, FinishKind, Publication
-from agentic_rl.parallel import shardings
+from agentic_rl.parallel import BATCH_AXES, parts, shardings
 from agentic_rl.policy import Params, Policy
 from agentic_rl.policy.decoder import KeyValueCache
 from agentic_rl.rollout import sampler
@@ -148,13 +148,13 @@ class NativeEngine:
       mesh: Where to put the weights and the cache; the default device if None.
 
     Raises:
-      ValueError: If the devices along data x fsdp do not divide the slots and every batch size.
+      ValueError: If the devices along data x fsdp x expert do not divide the slots and every batch size.
     """
-    parts = mesh.shape["data"] * mesh.shape["fsdp"] if mesh is not None else 1
-    if any(size % parts for size in config.batches()):
+    rows = parts(mesh, "batch") if mesh is not None else 1
+    if any(size % rows for size in config.batches()):
       raise ValueError(
-        f"slots and batch sizes ({', '.join(map(str, config.batches()))}) must be multiples of the {parts} devices "
-        f"along data x fsdp"
+        f"slots and batch sizes ({', '.join(map(str, config.batches()))}) must be multiples of the {rows} devices "
+        f"along {' x '.join(BATCH_AXES)}"
       )
     self._policy, self._tokenizer, self._config, self._read, self._mesh = policy, tokenizer, config, read, mesh
     self._params: Params | None = None
@@ -274,8 +274,8 @@ class NativeEngine:
       return jax.jit(make)()
     tensor = self._mesh.shape["tensor"]
     heads = "tensor" if self._policy.config.kv_heads % tensor == 0 else None
-    rows = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
-    slots = ("data", "fsdp") if self._config.slots % rows == 0 else None
+    rows = parts(self._mesh, "batch")
+    slots = BATCH_AXES if self._config.slots % rows == 0 else None
     return jax.jit(make, out_shardings=NamedSharding(self._mesh, PartitionSpec(slots, None, heads, None)))()
 
   # ---- device programs ----

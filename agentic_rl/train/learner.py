@@ -20,21 +20,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agentic_rl.algorithms import POLICY_LOSSES, nll_loss
 from agentic_rl.data import Batch
-from agentic_rl.parallel import constrain, shardings
+from agentic_rl.parallel import BATCH_AXES, constrain, partition_spec, parts, shardings
 from agentic_rl.policy import Params, Policy, token_logprobs
 from agentic_rl.train.optimizer import OptimizerConfig
 
 Arrays = Mapping[str, jax.Array]
 
-_FIELDS = (
-  "token_ids",
-  "positions",
-  "segment_ids",
-  "loss_mask",
-  "behaviour_logprobs",
-  "advantages",
-  "loss_weights",
-)
+_FIELDS = {
+  "token_ids": np.int32,
+  "positions": np.int32,
+  "segment_ids": np.int32,
+  "loss_mask": np.bool_,
+  "behaviour_logprobs": np.float32,
+  "advantages": np.float32,
+  "loss_weights": np.float32,
+}
+"""What of a `Batch` the step reads, and its types."""
 
 
 class LearnerState(NamedTuple):
@@ -72,8 +73,8 @@ class LearnerConfig:
   """How a step is computed.
 
   Attributes:
-    microbatch_rows: Rows whose activations are in memory at once; a multiple of data x fsdp devices.
-    logprob_chunk: Tokens whose logits are in memory at once, on each of the data x fsdp devices.
+    microbatch_rows: Rows whose activations are in memory at once; a multiple of the devices along data x fsdp x expert.
+    logprob_chunk: Tokens whose logits are in memory at once, on each of the devices along rows and context.
     temperature: Softmax temperature of the policy, the one that rollouts are sampled with.
   """
 
@@ -110,10 +111,11 @@ class Learner:
     self._token_loss = token_loss
     self._rate = optimizer.rate()
     self._optimizer = optimizer.build()
-    self._parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    self._parts, self._pieces = parts(mesh, "batch"), parts(mesh, "length")
     if config.microbatch_rows % self._parts:
       raise ValueError(
-        f"microbatch_rows ({config.microbatch_rows}) must be a multiple of the {self._parts} devices along data x fsdp"
+        f"microbatch_rows ({config.microbatch_rows}) must be a multiple of the {self._parts} devices along "
+        f"{' x '.join(BATCH_AXES)}"
       )
     params = policy.abstract_params()
     where = shardings(mesh, policy.logical_axes(), params)
@@ -123,7 +125,7 @@ class Learner:
       self._optimizer, lambda _, s: s, abstract_opt, where, transform_non_params=lambda _: replicated
     )
     self.state_shardings = LearnerState(where, opt_where, replicated)  # type: ignore[arg-type]  # a tree of shardings
-    self._rows = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp"), None))
+    self._rows = NamedSharding(mesh, PartitionSpec(None, *partition_spec(("batch", "length"))))
     self._init = jax.jit(self._init_fn, out_shardings=self.state_shardings)
     self._from_params = jax.jit(self._from_params_fn, out_shardings=self.state_shardings)
     self._step: Any = jax.jit(self._step_fn, donate_argnums=0, out_shardings=(self.state_shardings, replicated))
@@ -172,6 +174,23 @@ class Learner:
     with jax.set_mesh(self.mesh):
       return self._step(state, arrays, np.int32(micro_batches))
 
+  def lower(self, rows: int, length: int) -> jax.stages.Lowered:
+    """The program of `update` for batches of `rows` rows of `length` tokens, lowered without arrays.
+
+    Serves ahead-of-time compilation: the devices of the mesh may be those of a topology that is only described.
+
+    Raises:
+      ValueError: If `rows` is not a multiple of `microbatch_rows`.
+    """
+    size = self.config.microbatch_rows
+    if rows % size:
+      raise ValueError(f"{rows} rows are not a multiple of microbatch_rows ({size})")
+    shape = (rows // size, size, length)
+    arrays = {n: jax.ShapeDtypeStruct(shape, dtype, sharding=self._rows) for n, dtype in _FIELDS.items()}
+    state, count = self.abstract_state(), jax.ShapeDtypeStruct((), jnp.int32)
+    with jax.set_mesh(self.mesh):
+      return self._step.lower(state, arrays, count)
+
   def score(self, params: Params, batch: Batch, *, max_rows: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies of a batch's tokens under the policy, float32[rows, T], 0 where not trained."""
     arrays, micro_batches = self._micro_batches(batch, max_rows)
@@ -187,6 +206,8 @@ class Learner:
   def _micro_batches(self, batch: Batch, max_rows: int | None) -> tuple[dict[str, jax.Array], int]:
     rows, length = batch.shape
     size = self.config.microbatch_rows
+    if length % self._pieces:
+      raise ValueError(f"rows of {length} tokens are not divided by the {self._pieces} devices along context")
     if rows % size:
       raise ValueError(f"a batch of {rows} rows is not a multiple of microbatch_rows ({size})")
     most = -(-max(rows, max_rows or 0) // size)
@@ -207,14 +228,20 @@ class Learner:
     # The head is gathered along D here, once, as the embedding is: otherwise every chunk would gather it again.
     head = constrain(self.policy.unembedding(params), "vocab", None)
     chunked = functools.partial(token_logprobs, temperature=self.config.temperature, chunk=self.config.logprob_chunk)
-    if self._parts == 1:
+    if self._parts * self._pieces == 1:
       logp, entropy = chunked(previous.reshape(b * t, d), head, micro["token_ids"].reshape(-1))
-    else:
-      # Each device goes through its own rows: a chunk cut from all rows would lie on one device, and the others would
-      # repeat its work.
-      own = (self._parts, b // self._parts * t)
-      previous = constrain(previous.reshape(*own, d), "batch", None, None)
-      logp, entropy = jax.vmap(chunked, in_axes=(0, None, 0))(previous, head, micro["token_ids"].reshape(own))
+      return logp.reshape(b, t), entropy.reshape(b, t)
+    # Each device goes through its own tokens: a chunk cut from all of them would lie on one device, and the others
+    # would repeat its work.
+    rows, pieces = self._parts, self._pieces
+
+    def own(x: jax.Array) -> jax.Array:
+      """[B,T,...] -> [devices, tokens of a device, ...]."""
+      split = x.reshape(rows, b // rows, pieces, t // pieces, *x.shape[2:]).swapaxes(1, 2)
+      return constrain(split.reshape(rows * pieces, -1, *x.shape[2:]), "tokens", *[None] * (x.ndim - 1))
+
+    values = jax.vmap(chunked, in_axes=(0, None, 0))(own(previous), head, own(micro["token_ids"]))
+    logp, entropy = (v.reshape(rows, pieces, b // rows, t // pieces).swapaxes(1, 2) for v in values)
     return logp.reshape(b, t), entropy.reshape(b, t)
 
   def _loss_fn(self, params: Params, micro: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -20,7 +20,7 @@ from agentic_rl.data.arithmetic import problems as arithmetic_problems
 from agentic_rl.data.arithmetic import tokenizer as arithmetic_tokenizer
 from agentic_rl.episode import Problem, Publication
 from agentic_rl.errors import UserError
-from agentic_rl.parallel import MeshShape, initialize_distributed, make_mesh
+from agentic_rl.parallel import MeshShape, initialize_distributed, make_mesh, serving_mesh
 from agentic_rl.policy import Policy, PolicyConfig
 from agentic_rl.rollout.native import NativeConfig, NativeEngine
 from agentic_rl.sandbox import Interpreter, InterpreterConfig, Limits, RemoteConfig, RemoteInterpreter, SandboxError
@@ -173,7 +173,7 @@ def build_engine(config: ConfigDict, policy: Policy, tokenizer: Tokenizer, mesh:
   rollout = config.rollout
   if rollout.engine != "native":
     raise UserError(f"config.rollout.engine={rollout.engine!r} cannot be trained with yet; use native")
-  where = mesh if rollout.sharded and mesh.size > 1 else None
+  where = serving_mesh(mesh) if rollout.sharded and mesh.size > 1 else None
   try:
     native = NativeConfig(slots=rollout.slots, max_length=rollout.max_tokens, **_tuples(rollout.native.to_dict()))
     return NativeEngine(policy, tokenizer, native, read=read_params, mesh=where)

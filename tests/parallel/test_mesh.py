@@ -1,22 +1,24 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import pytest
 
-from agentic_rl.parallel import MeshShape, initialize_distributed, make_mesh
+from agentic_rl.parallel import MeshShape, initialize_distributed, make_mesh, serving_mesh
 
 
 @pytest.mark.parametrize(
   ("shape", "want"),
   [
-    (MeshShape(), (1, 8, 1)),
-    (MeshShape(data=-1, fsdp=1), (8, 1, 1)),
-    (MeshShape(data=2, fsdp=-1, tensor=2), (2, 2, 2)),
-    (MeshShape(data=2, fsdp=2, tensor=-1), (2, 2, 2)),
-    (MeshShape(data=4, fsdp=2, tensor=1), (4, 2, 1)),
+    (MeshShape(), (1, 8, 1, 1, 1)),
+    (MeshShape(data=1, context=2, expert=2), (1, 2, 2, 2, 1)),
+    (MeshShape(data=-1, fsdp=1), (8, 1, 1, 1, 1)),
+    (MeshShape(data=2, fsdp=-1, tensor=2), (2, 2, 1, 1, 2)),
+    (MeshShape(data=2, fsdp=2, tensor=-1), (2, 2, 1, 1, 2)),
+    (MeshShape(data=4, fsdp=2, tensor=1), (4, 2, 1, 1, 1)),
   ],
 )
-def test_one_axis_takes_the_devices_that_are_left(shape: MeshShape, want: tuple[int, int, int]):
+def test_one_axis_takes_the_devices_that_are_left(shape: MeshShape, want: tuple[int, ...]):
   assert shape.resolve(8) == want
 
 
@@ -38,10 +40,10 @@ def test_a_shape_that_does_not_fit_is_refused(shape: MeshShape, words: str):
 
 def test_a_mesh_has_named_axes_over_all_devices_or_some():
   mesh = make_mesh(MeshShape(data=2, fsdp=-1, tensor=2))
-  assert mesh.shape == {"data": 2, "fsdp": 2, "tensor": 2}
+  assert mesh.shape == {"data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
   assert set(mesh.devices.ravel()) == set(jax.devices())
   one = make_mesh(MeshShape(), jax.devices()[3:4])
-  assert one.shape == {"data": 1, "fsdp": 1, "tensor": 1}
+  assert one.shape == {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
   assert one.devices.ravel().tolist() == [jax.devices()[3]]
 
 
@@ -80,3 +82,13 @@ def test_hosts_are_joined_where_the_environment_announces_them(
     monkeypatch.setenv(name, value)
   initialize_distributed()
   assert calls == [True] * joins
+
+
+def test_an_engine_has_whole_rows_on_the_same_devices():
+  mesh = make_mesh(MeshShape(data=1, fsdp=2, tensor=2, context=2))
+  served = serving_mesh(mesh)
+  assert served.shape == {"data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+  assert set(served.devices.ravel()) == set(mesh.devices.ravel())
+  # Devices that share weights along fsdp and tensor still do, so that no weight has to travel further than before.
+  for i in range(2):
+    np.testing.assert_array_equal(served.devices[i, :, 0, 0, :], mesh.devices[0, :, 0, i, :])

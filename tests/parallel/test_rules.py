@@ -19,7 +19,7 @@ def shape(*sizes: int) -> jax.ShapeDtypeStruct:
 
 def test_logical_axes_become_mesh_axes():
   assert partition_spec(("vocab", "embed")) == P("tensor", "fsdp")
-  assert partition_spec(("batch", "length", None)) == P(("data", "fsdp"), None, None)
+  assert partition_spec(("batch", "length", None)) == P(("data", "fsdp", "expert"), "context", None)
   assert partition_spec(("layers", "embed", "heads", "head_width")) == P(None, "fsdp", "tensor", None)
   with pytest.raises(ValueError, match=r"'expert' has no rule; known: .*embed"):
     partition_spec(("expert",))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ def clipped() -> TokenLoss:
 
 
 @functools.cache
-def learner(microbatch_rows: int = ROWS, shape: tuple[int, int, int] | None = None) -> Learner:
+def learner(microbatch_rows: int = ROWS, shape: tuple[int, ...] | None = None) -> Learner:
   """A learner of the tiny policy; cached, so that its programs are compiled once for the whole file."""
   mesh = one_device() if shape is None else make_mesh(MeshShape(*shape))
   return Learner(Policy(TINY), OPTIMIZER, clipped(), LearnerConfig(microbatch_rows, CHUNK), mesh)
@@ -213,8 +214,15 @@ def test_packing_and_micro_batches_change_no_gradient(mode: str):
     assert_close(state.params, want_state.params, atol=2e-6)
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
-def test_eight_devices_do_what_one_does(shape: tuple[int, int, int]):
+def every_mesh() -> list[Any]:
+  """Every way to lay eight devices out as data x fsdp x tensor x context; a few of them in the fast tests."""
+  fast = {(1, 8, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2), (1, 1, 1, 8)}
+  shapes = [s for s in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(s) == 8 and TINY.kv_heads % s[2] == 0]
+  return [pytest.param(s, marks=() if s in fast else pytest.mark.slow) for s in shapes]
+
+
+@pytest.mark.parametrize("shape", every_mesh())
+def test_eight_devices_do_what_one_does(shape: tuple[int, ...]):
   batch = weighted(packed(sequences(16)))
   want_state, want = steps(learner(), batch, count=3)
   state, metrics = steps(learner(shape=shape), batch, count=3)
@@ -408,7 +416,9 @@ def test_each_device_computes_its_own_logits():
 
 def test_what_cannot_be_divided_is_refused():
   policy = Policy(TINY)
-  with pytest.raises(ValueError, match=r"microbatch_rows \(4\) must be a multiple of the 8 devices along data x fsdp"):
+  with pytest.raises(
+    ValueError, match=r"microbatch_rows \(4\) must be a multiple of the 8 devices along data x fsdp x expert"
+  ):
     Learner(policy, OPTIMIZER, supervised_loss, LearnerConfig(microbatch_rows=4), make_mesh(MeshShape()))
   with pytest.raises(ValueError, match="'kv_heads' of size 2 of parameter layers/attention/k"):
     Learner(policy, OPTIMIZER, supervised_loss, LearnerConfig(), make_mesh(MeshShape(1, 2, 4)))
