@@ -63,6 +63,7 @@ def get_config() -> ConfigDict:
 
   config.policy = ConfigDict(
     dict(
+      name="",  # a published model or a Hugging Face directory instead of the shape below
       vocab_size=0,  # the tokenizer's
       width=576,
       layers=30,

@@ -8,6 +8,9 @@ from typing import Any
 
 from agentic_rl.policy.rope import RopeScaling
 
+COMPUTATION = ("dtype", "attention", "remat", "unroll_layers")
+"""Options that say how a policy is computed; all others decide which weights fit it."""
+
 REMAT = ("none", "layer")
 ATTENTION = ("auto", "blocks", "splash", "cudnn", "reference")
 
@@ -115,6 +118,6 @@ class PolicyConfig:
   def architecture(self) -> dict[str, Any]:
     """The options that decide which checkpoints fit: all but how it is computed."""
     values = self.to_dict()
-    for name in ("dtype", "attention", "remat", "unroll_layers"):
+    for name in COMPUTATION:
       del values[name]
     return values

@@ -253,6 +253,8 @@ def run_app(main: Callable[[list[str]], int | None]) -> None:
   """
   if _default_config is not None and not any(re.match(rf"--?{_FLAG}(=|$)", arg) for arg in sys.argv):
     sys.argv.insert(1, f"--{_FLAG}={_default_config}")
+  # `--config.policy=qwen3_4b` is what people write. Done here, since ml_collections looks at `sys.argv` for itself.
+  sys.argv[1:] = [re.sub(rf"^(--?{_FLAG}\.policy)=", r"\1.name=", arg) for arg in sys.argv[1:]]
 
   def run(argv: list[str]) -> int | None:
     try:

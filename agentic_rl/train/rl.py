@@ -36,7 +36,7 @@ from agentic_rl.train.config_check import check_config
 from agentic_rl.train.learner import Learner, LearnerState, policy_loss
 from agentic_rl.train.metrics import MetricWriter, read_metrics
 from agentic_rl.train.progress import Progress
-from agentic_rl.train.publication import Publisher, read_params, weights_fingerprint, write_text
+from agentic_rl.train.publication import Publisher, write_text
 from agentic_rl.train.signals import stop_on_signals
 
 log = logging.getLogger(__name__)
@@ -145,12 +145,12 @@ class Run:
     }
     # The base model may be gone by the time that a run goes on; where it is there, it must be the same.
     if config.init_from and os.path.exists(config.init_from):
-      record["base weights"] = weights_fingerprint(setup.initial_publication(config, policy, tokenizer))
+      record["base weights"] = setup.initial_fingerprint(config, policy, tokenizer)
     checkpoints = Checkpoints(path / "checkpoints")
     stack.callback(checkpoints.close)
     step = checkpoints.latest_step()
     if step is None:
-      state = learner.from_params(read_params(setup.initial_publication(config, policy, tokenizer)))
+      state = learner.from_params(setup.initial_params(config, policy, tokenizer, learner.state_shardings.params))
     else:
       check_record(checkpoints.record(step), record, path)
       state = checkpoints.restore(step, learner.abstract_state())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
 import logging
@@ -21,14 +22,16 @@ from agentic_rl.data.arithmetic import tokenizer as arithmetic_tokenizer
 from agentic_rl.episode import Problem, Publication
 from agentic_rl.errors import UserError
 from agentic_rl.parallel import MeshShape, initialize_distributed, make_mesh, serving_mesh
-from agentic_rl.policy import Policy, PolicyConfig
+from agentic_rl.policy import COMPUTATION, Params, Policy, PolicyConfig
+from agentic_rl.policy.families import named
+from agentic_rl.policy.huggingface import load, read_config
 from agentic_rl.rollout.native import NativeConfig, NativeEngine
 from agentic_rl.sandbox import Interpreter, InterpreterConfig, Limits, RemoteConfig, RemoteInterpreter, SandboxError
 from agentic_rl.tokenizer import Tokenizer
 from agentic_rl.tools import FencedDialect, InterpreterTool
 from agentic_rl.train.learner import Learner, LearnerConfig, TokenLoss
 from agentic_rl.train.optimizer import OptimizerConfig
-from agentic_rl.train.publication import check_fits, open_publication, read_params, write_text
+from agentic_rl.train.publication import check_fits, open_publication, read_params, weights_fingerprint, write_text
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +66,25 @@ def build_tokenizer(config: ConfigDict) -> Tokenizer:
 
 
 def build_policy(config: ConfigDict, tokenizer: Tokenizer) -> Policy:
-  """The policy; a `vocab_size` of 0 takes the tokenizer's."""
+  """The policy of `config.policy`.
+
+  Its `name` is that of a published model or a Hugging Face directory; of the other fields only `COMPUTATION` counts
+  then. Without a name they are the shape, and a `vocab_size` of 0 takes the tokenizer's.
+  """
   values = config.policy.to_dict()
+  name = values.pop("name", "")
+  if name:
+    options = {key: values[key] for key in COMPUTATION if key in values}
+    try:
+      policy = read_config(name, **options) if os.path.isdir(name) else named(name, **options)
+    except ValueError as error:
+      raise UserError(f"config.policy: {error}") from error
+    if policy.vocab_size < tokenizer.vocab_size:
+      raise UserError(
+        f"the tokenizer has {tokenizer.vocab_size} tokens, more than the {policy.vocab_size} that policy {name!r} can "
+        f"embed; use the model's own tokenizer"
+      )
+    return Policy(policy)  # published models have some more rows than their tokenizers have tokens
   values["vocab_size"] = values["vocab_size"] or tokenizer.vocab_size
   try:
     policy = PolicyConfig.from_dict(values)
@@ -195,6 +215,43 @@ def initial_publication(config: ConfigDict, policy: Policy, tokenizer: Tokenizer
   if stored != tokenizer.fingerprint:
     raise UserError(f"the weights at {publication.path} were trained with another tokenizer; use the config's own")
   return publication
+
+
+def initial_params(config: ConfigDict, policy: Policy, tokenizer: Tokenizer, where: Any) -> Params:
+  """The weights that `config.init_from` names, a publication or a Hugging Face directory.
+
+  Args:
+    config: The config.
+    policy: What they have to fit.
+    tokenizer: What a publication has to have been trained with.
+    where: Tree of shardings; a Hugging Face directory is read straight into them.
+  """
+  if not is_huggingface(config.init_from):
+    return read_params(initial_publication(config, policy, tokenizer))
+  found = read_config(config.init_from).architecture()
+  for name, value in policy.config.architecture().items():
+    if found[name] != value:
+      raise UserError(
+        f"the weights at {config.init_from} have policy.{name}={found[name]!r}, the config says {value!r}; "
+        f"set config.policy.name={config.init_from!r}"
+      )
+  return load(config.init_from, shardings=where)[1]
+
+
+def initial_fingerprint(config: ConfigDict, policy: Policy, tokenizer: Tokenizer) -> str:
+  """Tells the weights of `config.init_from` from others."""
+  if not is_huggingface(config.init_from):
+    return weights_fingerprint(initial_publication(config, policy, tokenizer))
+  digest = hashlib.sha256()
+  for file in sorted(pathlib.Path(config.init_from).glob("*.safetensors")):
+    with file.open("rb") as opened:  # a checksum of all would read as much again as the weights
+      digest.update(f"{file.name} {file.stat().st_size} ".encode() + opened.read(1 << 20))
+  return digest.hexdigest()[:16]
+
+
+def is_huggingface(path: str) -> bool:
+  """Whether a path is a Hugging Face model directory."""
+  return (pathlib.Path(path) / "config.json").is_file() and not (pathlib.Path(path) / "manifest.json").is_file()
 
 
 def open_workdir(workdir: str | os.PathLike[str]) -> pathlib.Path:

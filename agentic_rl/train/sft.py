@@ -24,7 +24,7 @@ from agentic_rl.train.config_check import check_config
 from agentic_rl.train.learner import Learner, LearnerState, supervised_loss
 from agentic_rl.train.metrics import MetricWriter
 from agentic_rl.train.progress import Progress
-from agentic_rl.train.publication import Publisher, holds, latest, read_params
+from agentic_rl.train.publication import Publisher, holds, latest
 from agentic_rl.train.signals import stop_on_signals
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike[str]) -> Publication:
         return done
       log.info("going on from the checkpoint of step %d in %s", step, path)
     elif config.init_from:
-      state = learner.from_params(read_params(setup.initial_publication(config, policy, tokenizer)))
+      state = learner.from_params(setup.initial_params(config, policy, tokenizer, learner.state_shardings.params))
     else:
       state = learner.init(jax.random.key(config.seed))
     setup.write_config(config, path)
