@@ -26,7 +26,9 @@ class Family:
   repository: str
 
 
-def _qwen2(width: int, layers: int, heads: int, kv_heads: int, mlp_width: int, vocabulary: int, tied: bool) -> PolicyConfig:
+def _qwen2(
+  width: int, layers: int, heads: int, kv_heads: int, mlp_width: int, vocabulary: int, tied: bool
+) -> PolicyConfig:
   return PolicyConfig(
     vocab_size=vocabulary,
     width=width,
@@ -41,7 +43,9 @@ def _qwen2(width: int, layers: int, heads: int, kv_heads: int, mlp_width: int, v
   )
 
 
-def _qwen3(width: int, layers: int, heads: int, kv_heads: int, mlp_width: int, tied: bool, **experts: Any) -> PolicyConfig:
+def _qwen3(
+  width: int, layers: int, heads: int, kv_heads: int, mlp_width: int, tied: bool, **experts: Any
+) -> PolicyConfig:
   return PolicyConfig(
     vocab_size=151_936,
     width=width,
