@@ -378,9 +378,9 @@ class RemoteSession:
         self._turn = turn
         host.failures = 0
         return result
-      except hosts.TooLargeError as error:
-        self._turn = turn
-        return _with_state(_too_large(error, self._interpreter.level), "kept")
+      except hosts.TooLargeError as error:  # nobody has read what became of the session
+        self._lost("")
+        return _with_state(_too_large(error, self._interpreter.level), "lost")
       except hosts.MalformedError as error:
         self._pool.fail(host, str(error))
         return self._lost(f"{host.url}: {error}")

@@ -15,11 +15,13 @@ import __future__ as future_features
 
 import _signal  # type: ignore[import-not-found]
 import ast
+import atexit as _atexit
 import builtins
 import dataclasses
 import errno
 import gc
 import io
+import json
 import linecache
 import math
 import os
@@ -34,6 +36,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentic_rl.sandbox import framing, isolation, landlock, lowlevel, seccomp
+from agentic_rl.sandbox.seeding import seed_generators
 
 READY = b"R"
 FAILED = b"F"
@@ -54,6 +57,7 @@ MOST_DESCRIPTORS = 65_536
 _RESULT_FD = 3
 _DEFAULT_SIGNALS = (_signal.SIGCHLD, _signal.SIGTERM, _signal.SIGHUP)
 _RULESET_FD = 4
+_INPUT_FD = 5  # of a session: keeps the file that is its standard input, whatever becomes of descriptor 0
 MEMORY_RESERVE = 64 << 20  # for the report on a MemoryError
 _NOTE = "Note: this sandbox has no network, starts no processes and opens no files but its own.\n"
 leave = os._exit
@@ -79,13 +83,13 @@ class Job:
   seed: int
   code: bytearray
   stdin: bytearray
-  files: list[tuple[str, bytearray]]
-  fetch: Sequence[str]
+  names: bytearray  # JSON: names of the files that it gets, and of those to bring back; empty for none
+  contents: list[bytearray]
   fork: bool = False  # for a turn of a session: whether it runs in a fork
 
   def wipe(self) -> None:
     """Overwrites what others must not find in memory."""
-    for data in (self.code, self.stdin, *(content for _, content in self.files)):
+    for data in (self.code, self.stdin, self.names, *self.contents):
       framing.wipe(data, len(data))
 
 
@@ -131,8 +135,8 @@ def make_streams() -> None:
     setattr(sys, f"__{name}__", stream)
 
 
-def _make_stdin() -> None:
-  sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "rb", closefd=False)), "utf-8", "surrogateescape")
+def _make_stdin(fd: int) -> None:
+  sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(fd, "rb", closefd=False)), "utf-8", "surrogateescape")
 
 
 def _set_limit(kind: int, soft: int, slack: int = 0) -> None:
@@ -167,17 +171,29 @@ def _offer_input(data: bytes | bytearray) -> None:
   fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
   os.dup2(fd, 0)
   os.close(fd)
-  _write_input(data)
-  _make_stdin()
+  _write_input(0, data)
+  _make_stdin(0)
 
 
-def _write_input(data: bytes | bytearray) -> None:
-  os.ftruncate(0, 0)
-  os.lseek(0, 0, os.SEEK_SET)
+def _write_input(fd: int, data: bytes | bytearray) -> None:
+  os.ftruncate(fd, 0)
+  os.lseek(fd, 0, os.SEEK_SET)
   left = memoryview(data)
   while left:
-    left = left[os.write(0, left) :]
-  os.lseek(0, 0, os.SEEK_SET)
+    left = left[os.write(fd, left) :]
+  os.lseek(fd, 0, os.SEEK_SET)
+
+
+def _renew_input(data: bytes | bytearray) -> None:
+  """The input of the next turn. An earlier one may have closed descriptor 0, and a file of its own may be there now."""
+  _write_input(_INPUT_FD, data)
+  try:
+    there = os.fstat(0)
+  except OSError:
+    os.dup2(_INPUT_FD, 0)
+    there = os.fstat(0)
+  kept = os.fstat(_INPUT_FD)
+  _make_stdin(0 if (there.st_dev, there.st_ino) == (kept.st_dev, kept.st_ino) else _INPUT_FD)
 
 
 def _shut_in(room: Room, limits: dict[str, Any], session: bool) -> int:
@@ -218,7 +234,7 @@ def _write_files(files: Sequence[tuple[str, bytearray]]) -> str:
   """Puts the files into the working directory; returns why that cannot be done, or an empty string."""
   try:
     _write_each(files)
-  except (OSError, MemoryError) as error:
+  except (OSError, MemoryError, RecursionError) as error:
     return f"The files cannot be put into the working directory: {type(error).__name__}: {error}\n"
   return ""
 
@@ -232,16 +248,6 @@ def _write_each(files: Sequence[tuple[str, bytearray]]) -> None:
       file.write(data)
 
 
-def _seed(seed: int) -> None:
-  random.seed(seed)
-  numpy = sys.modules.get("numpy")
-  if numpy is not None:
-    numpy.random.seed(seed % (1 << 32))
-  sympy = sys.modules.get("sympy.core.random")
-  if sympy is not None:
-    sympy.seed(seed)
-
-
 def _collect_garbage() -> None:
   """Turns the collector on, less eager than by default: a short program need not pay for it."""
   gc.enable()
@@ -251,6 +257,8 @@ def _collect_garbage() -> None:
 def _make_main() -> dict[str, Any]:
   main = types.ModuleType("__main__")
   main.__dict__["__builtins__"] = builtins
+  if sys.version_info < (3, 14):
+    main.__annotations__ = {}
   sys.modules["__main__"] = main
   return main.__dict__
 
@@ -260,17 +268,24 @@ def _make_main() -> dict[str, Any]:
 
 def _run(source: str, name: str, namespace: dict[str, Any]) -> Any:
   """Executes the source; returns the value of the last statement if that is an expression, else None."""
-  tree = ast.parse(source, name)
-  last = tree.body[-1] if tree.body else None
-  if not isinstance(last, ast.Expr):
-    exec(compile(tree, name, "exec", dont_inherit=True), namespace)
-    return None
-  tree.body.pop()
-  body = compile(tree, name, "exec", dont_inherit=True)
-  flags = body.co_flags & _FUTURE_FLAGS
-  value = compile(ast.Expression(last.value), name, "eval", flags=flags, dont_inherit=True)
+  body, value = _compile(source, name)
   exec(body, namespace)
-  return eval(value, namespace)
+  return None if value is None else eval(value, namespace)
+
+
+def _compile(source: str, name: str) -> tuple[types.CodeType, types.CodeType | None]:
+  """The statements, and the last of them apart if it is an expression."""
+  try:
+    tree = ast.parse(source, name)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+      return compile(tree, name, "exec", dont_inherit=True), None
+    tree.body.pop()
+    body = compile(tree, name, "exec", dont_inherit=True)
+    flags = body.co_flags & _FUTURE_FLAGS
+    return body, compile(ast.Expression(last.value), name, "eval", flags=flags, dont_inherit=True)
+  except RecursionError:  # the compiler alone goes deeper than it does by way of a tree
+    return compile(source, name, "exec", dont_inherit=True), None
 
 
 def _keep_own_frames(report: Any, seen: set[int]) -> None:
@@ -344,7 +359,7 @@ def _fetched(names: Sequence[str], room: int) -> list[bytes]:
     try:
       with open(name, "rb") as file:
         data = file.read(room + 1)
-    except OSError:
+    except (OSError, MemoryError):
       continue
     label = name.encode()
     if len(data) <= room:
@@ -353,21 +368,45 @@ def _fetched(names: Sequence[str], room: int) -> list[bytes]:
   return parts
 
 
-def _report(outcome: tuple[str, int, str, str], job: Job) -> None:
-  status, code, value, error = outcome
+def _flush() -> None:
   for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
     try:
       stream.flush()  # type: ignore[union-attr]
     except (AttributeError, OSError, ValueError):  # closed or replaced by the snippet
       pass
-  cap = job.limits["output_bytes"]
+
+
+def _end_as_python_does(
+  outcome: tuple[str, int, str, str], namespace: dict[str, Any], note: str, files: bool
+) -> tuple[str, int, str, str]:
+  """Waits for threads that are no daemons, runs what `atexit` has been given, and lets go of open files."""
+  try:
+    threading = sys.modules.get("threading")
+    if threading is not None:
+      threading._shutdown()  # type: ignore[attr-defined]
+    if _atexit._ncallbacks():
+      _atexit._run_exitfuncs()
+    if files:
+      namespace.clear()  # what an open file has not written yet is to be fetched as well
+  except BaseException as error:
+    if outcome[0] == "ok":
+      return "error", 0, outcome[2], _describe(error, note)
+  return outcome
+
+
+def _report(outcome: tuple[str, int, str, str], limits: dict[str, Any], fetch: Sequence[str] = ()) -> None:
+  status, code, value, error = outcome
+  _flush()
+  cap = limits["output_bytes"]
   parts = []
   for kind, text in ((VALUE, value), (ERROR, error)):
     if text:
       data, dropped = _encode(text, cap)
       parts += [FIELD.pack(kind, len(data), dropped), data]
-  if job.fetch:
-    parts += _fetched(job.fetch, job.limits["disk_mib"] << 20)
+  if fetch:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    parts += _fetched(fetch, limits["disk_mib"] << 20)
   body = b"".join(parts)
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   _send(HEADER.pack(MAGIC, STATUSES.index(status), code, peak, len(body)) + body)
@@ -400,8 +439,9 @@ def run_once(job: Job, room: Room, ends: Sequence[int]) -> None:
     else:
       _open_null()
     _shut_in(room, job.limits, session=False)
-    problem = _write_files(job.files)
-    _seed(job.seed)
+    names, fetch = json.loads(job.names or b"[[],[]]")
+    problem = _write_files(list(zip(names, job.contents, strict=True)))
+    seed_generators(job.seed)
     room.forget()
     namespace = _make_main()
     _collect_garbage()
@@ -414,7 +454,10 @@ def run_once(job: Job, room: Room, ends: Sequence[int]) -> None:
   try:
     outcome = ("error", 0, "", problem) if problem else _outcome(job.code, "<snippet>", namespace, note)
     if _getpid() == pid:  # else the snippet has forked and this is not the one that reports
-      _report(outcome, job)
+      outcome = _end_as_python_does(outcome, namespace, note, bool(fetch))
+      _report(outcome, job.limits, fetch)
+    else:
+      _flush()
     exit_code = 0
   finally:
     leave(exit_code)
@@ -433,8 +476,9 @@ def run_session(job: Job, room: Room, ends: Sequence[int]) -> None:
     _connect(ends, room.rules)
     channel_fd = _RESULT_FD
     _offer_input(b"")
+    os.dup2(0, _INPUT_FD, inheritable=False)
     listener = _shut_in(room, job.limits, session=True)
-    _seed(job.seed)
+    seed_generators(job.seed)
     room.forget()
     namespace = _make_main()
     _collect_garbage()
@@ -468,7 +512,7 @@ def _take_turns(channel: socket.socket, namespace: dict[str, Any], note: str) ->
     for header, body in inbox.frames():
       turn += 1
       code, stdin = framing.split(body, header["sizes"])
-      job = Job(header["limits"], 0, code, stdin, [], header["fetch"], header["fork"])
+      job = Job(header["limits"], 0, code, stdin, bytearray(), [], header["fork"])
       if job.fork and _fork_and_wait():
         continue
       _take_turn(job, turn, namespace, note, memory)
@@ -487,8 +531,7 @@ def _fork_and_wait() -> bool:
 
 
 def _take_turn(job: Job, turn: int, namespace: dict[str, Any], note: str, memory: tuple[int, int]) -> None:
-  _write_input(job.stdin)
-  _make_stdin()
+  _renew_input(job.stdin)
   for name in ("stdout", "stderr"):
     setattr(sys, name, getattr(sys, f"__{name}__"))
   pid = _getpid()
@@ -501,4 +544,4 @@ def _take_turn(job: Job, turn: int, namespace: dict[str, Any], note: str, memory
   _builtins.update(_BUILTINS)
   if resource.getrlimit(resource.RLIMIT_AS) != memory:  # raised to describe an error
     resource.setrlimit(resource.RLIMIT_AS, memory)
-  _report(outcome, job)
+  _report(outcome, job.limits)

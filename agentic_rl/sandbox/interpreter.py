@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +35,9 @@ _SCIENTIFIC = {
 }
 _BUSY_PARENT = 16
 _MOST_ATTEMPTS = 2
+_MOST_FILES = 1000
+_MOST_NAME = 1024
+_MOST_SEED_BITS = 4096
 _BACKOFF_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _log = logging.getLogger(__name__)
 
@@ -172,7 +177,7 @@ class Interpreter:
 
     Raises:
       SourceTypeError: `code` or `stdin` is not a `str`.
-      LimitsError: A file name leaves the working directory, or files are larger than `disk_mib`.
+      LimitsError: A file name leaves the working directory, files exceed `disk_mib`, or the seed is no integer.
       SandboxBusyError: `config.queue` snippets wait already.
       SandboxClosedError: The interpreter is closed.
     """
@@ -289,25 +294,26 @@ class Interpreter:
       refusal = refusal or f"Limits.processes is not 0, but level {self.level!r} cannot keep processes apart"
     if refusal:
       return ExecResult("refused", error=refusal, level=self.level, state="kept" if session else "none")
+    seed = _checked_seed(seed)
     named = _checked_files(files or {}, fetch, used["disk_mib"], used["file_mib"])
     if len(stdin) > min(used["file_mib"], used["memory_mib"] // 4) << 20:
       raise LimitsError("the standard input must be at most file_mib and a quarter of memory_mib")
     if not urgent and self.config.queue and len(self._queue) >= self.config.queue:
       raise SandboxBusyError(f"{self.config.queue} snippets wait already, as many as InterpreterConfig.queue allows")
     try:
-      body = (code.encode(), stdin.encode("utf-8", "surrogateescape"), *named.values())
+      names = json.dumps([list(named), list(fetch)]).encode() if named or fetch else b""
+      body = (code.encode(), stdin.encode("utf-8", "surrogateescape"), names, *named.values())
     except UnicodeEncodeError as error:
       raise LimitsError(f"the standard input has a lone surrogate at position {error.start}") from error
     header = {
       "sizes": [len(part) for part in body],
-      "files": list(named),
-      "fetch": list(fetch),
+      "fetch": bool(fetch),
       "seed": seed,
       "limits": used,
     }
     group = self._group_of(code)
     loop = asyncio.get_running_loop()
-    request = Request(header, body, group, owner, loop.create_future(), loop.time())
+    request = Request(header, body, group, owner, loop.create_future(), loop.time(), tuple(fetch))
     if session is not None:
       header |= {"session": session.process, "checkpoint": session.checkpoint}
       request.session, request.parent = session, session.parent
@@ -374,7 +380,7 @@ class Interpreter:
     group.failures += 1
     try:
       parent = await Parent.start(self, group.modules)
-    except SandboxStartError as error:
+    except SandboxStartError as error:  # of which there is no other kind: see Parent.start
       _log.error("the sandbox cannot start a parent process: %s", error)
       group.problem = str(error)
       group.starting.clear()  # before anyone hears of it and asks again
@@ -402,9 +408,7 @@ class Interpreter:
     if parent is None:
       return
     for number, other in list(parent.running.items()):
-      if other is request:
-        del parent.running[number]
-        self._release()
+      if other is request:  # its slot is free when it has ended, not before
         name = request.header.get("session")
         parent.send({"cancel": number} if name is None else {"close": name})
 
@@ -447,10 +451,16 @@ class Interpreter:
     }
     names = [name.decode("utf-8", "replace") for name in files[::2]]
     wanted = dict(zip(names, files[1::2], strict=True))
-    fetched = {name: wanted[name] for name in request.header["fetch"] if name in wanted}
+    fetched = {name: wanted[name] for name in request.fetch if name in wanted}
     result = ExecResult(**header, **texts, files=fetched, attempt=request.attempt, queue_s=request.waited_s)
     self._answer(request, result)
     self._retire(parent)
+
+  def on_ended(self, parent: Parent, number: int) -> None:
+    """A snippet that was cancelled has ended."""
+    if parent.running.pop(number, None) is not None:
+      self._release()
+      self._retire(parent)
 
   def on_gone(self, parent: Parent, sessions: Sequence[str]) -> None:
     """Sessions have died between turns; their next turn finds out."""
@@ -538,10 +548,24 @@ def _refusal(code: str) -> str:
   return ""
 
 
+def _checked_seed(seed: Any) -> int:
+  try:
+    value = operator.index(seed)
+  except TypeError as error:
+    raise LimitsError(f"seed must be an integer, got {seed!r}") from error
+  if value.bit_length() > _MOST_SEED_BITS:
+    raise LimitsError(f"seed must have at most {_MOST_SEED_BITS} bits, got {value.bit_length()}")
+  return value
+
+
 def _checked_files(files: Mapping[str, bytes], fetch: Sequence[str], disk_mib: int, file_mib: int) -> dict[str, bytes]:
   if isinstance(fetch, str):
     raise LimitsError(f"fetch must be a sequence of file names, got the str {fetch!r}")
+  if len(files) > _MOST_FILES or len(fetch) > _MOST_FILES:
+    raise LimitsError(f"files and fetch must be at most {_MOST_FILES} each, got {len(files)} and {len(fetch)}")
   for name in (*files, *fetch):
+    if isinstance(name, str) and len(name) > _MOST_NAME:
+      raise LimitsError(f"a file name must be at most {_MOST_NAME} characters, got {len(name)}")
     parts = name.split("/") if isinstance(name, str) else [""]
     if any(part in ("", ".", "..") or len(part.encode("utf-8", "replace")) > 200 for part in parts) or "\0" in name:
       raise LimitsError(f"a file name must be a relative path inside the working directory, got {name!r}")
@@ -554,6 +578,6 @@ def _checked_files(files: Mapping[str, bytes], fetch: Sequence[str], disk_mib: i
     named[name] = bytes(data)
     if len(named[name]) > file_mib << 20:
       raise LimitsError(f"file {name!r} must be at most file_mib, {file_mib} MiB")
-  if len(named) > 1000 or sum(map(len, named.values())) > disk_mib << 20:
-    raise LimitsError(f"files must be at most 1000 and fit into disk_mib, {disk_mib} MiB")
+  if sum(map(len, named.values())) > disk_mib << 20:
+    raise LimitsError(f"files must fit into disk_mib, {disk_mib} MiB")
   return named

@@ -56,11 +56,12 @@ class Request:
 
   Attributes:
     header: What the parent is told, less the number.
-    body: Source, input and files.
+    body: Source, input, names of files, and their contents.
     group: Index of the preload group.
     owner: On whose behalf, for fairness.
     future: Gets the result.
     queued: When it was asked for, by the loop's clock.
+    fetch: Names of the files to bring back.
     waited_s: Seconds in the queue until it was sent.
     parent: Where it runs, or where it has to run.
     attempt: How often it has been sent.
@@ -73,6 +74,7 @@ class Request:
   owner: str
   future: asyncio.Future[ExecResult]
   queued: float
+  fetch: Sequence[str] = ()
   waited_s: float = 0.0
   parent: Parent | None = None
   attempt: int = 0
@@ -86,6 +88,9 @@ class Owner(Protocol):
 
   def on_done(self, parent: Parent, header: dict[str, Any], body: bytearray) -> None:
     """A snippet has ended."""
+
+  def on_ended(self, parent: Parent, number: int) -> None:
+    """A snippet that was cancelled has ended."""
 
   def on_gone(self, parent: Parent, sessions: Sequence[str]) -> None:
     """Sessions have died between two turns."""
@@ -130,9 +135,17 @@ class Parent(asyncio.Protocol):
   @classmethod
   async def start(cls, owner: Owner, preload: Sequence[str]) -> Parent:
     """Starts one and waits until it can fork; raises SandboxStartError if it does not get there in time."""
-    ours, theirs = socket.socketpair()
+    try:
+      ours, theirs = socket.socketpair()
+      try:
+        stderr = tempfile.TemporaryFile(dir=owner.config.scratch_dir or None)
+      except OSError:
+        ours.close()
+        theirs.close()
+        raise
+    except OSError as error:
+      raise SandboxStartError(f"the sandbox's parent process cannot be started: {error}") from error
     mark = os.urandom(12).hex()
-    stderr = tempfile.TemporaryFile(dir=owner.config.scratch_dir or None)
     with theirs:
       try:
         process, directory = _spawn(owner.config, theirs, mark, preload, stderr)
@@ -173,6 +186,8 @@ class Parent(asyncio.Protocol):
         self._first_bytes = self._first_bytes or size
         if not self.running and size - self._first_bytes > self._owner.config.recycle_growth_mib << 20:
           self.retiring = True
+      elif "ended" in header:
+        self._owner.on_ended(self, header["ended"])
       elif "gone" in header:
         self._owner.on_gone(self, header["gone"])
       elif "hello" in header:

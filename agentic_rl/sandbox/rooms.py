@@ -10,6 +10,7 @@ from collections.abc import Callable
 from agentic_rl.sandbox import isolation, lowlevel
 from agentic_rl.sandbox.scratch import remove_tree
 
+_MOST_IDLE = 256
 _REST = 1024  # so many other users come between two uses of one
 _FIRST_OWN_DESCRIPTOR = 3
 
@@ -30,6 +31,7 @@ class Lender:
     self._on_sweeper = on_sweeper
     self._mounts: dict[int, list[str]] = {}  # empty file systems by size in MiB
     self._users: collections.deque[int] = collections.deque()
+    self._idle = 0  # of these, how many there are
     self._next_user = 0
     self._count = 0
 
@@ -45,6 +47,7 @@ class Lender:
     free = self._mounts.get(disk_mib)
     if free:
       directory = free.pop()
+      self._idle -= 1
     else:
       self._count += 1
       directory = os.path.join(self._base, str(self._count))
@@ -65,11 +68,19 @@ class Lender:
       return
     if not self._own_root:
       self._remove(directory)
-    elif os.listdir(directory):  # a new file system is quicker than to remove who knows what
+      return
+    if os.listdir(directory):  # a new file system is quicker than to remove who knows what
       lowlevel.unmount(directory)
       os.rmdir(directory)
-    else:
-      self._mounts.setdefault(disk_mib, []).append(directory)
+      return
+    self._mounts.setdefault(disk_mib, []).append(directory)
+    self._idle += 1
+    while self._idle > _MOST_IDLE:  # of the size that was used first
+      size = next(iter(self._mounts))
+      for other in self._mounts.pop(size):
+        lowlevel.unmount(other)
+        os.rmdir(other)
+        self._idle -= 1
 
   def _take_user(self) -> int:
     if not self._plan.first_uid:

@@ -8,17 +8,19 @@ import stat
 import time
 
 _MOST_FILES_COUNTED = 4096
+_MOST_COUNTING_S = 0.1
 
 
 def disk_bytes(top: str) -> float:
-  """Bytes on disk below a directory, links not followed; infinitely many where they cannot be counted.
+  """Bytes on disk below a directory, links not followed; infinitely many where they cannot be counted soon.
 
   Files that are open but have no name any more are not seen.
   """
   total = counted = 0
+  give_up = time.thread_time() + _MOST_COUNTING_S
   folders = [top]
   while folders:
-    if counted > _MOST_FILES_COUNTED:
+    if counted > _MOST_FILES_COUNTED or time.thread_time() > give_up:  # long paths take long to walk
       return float("inf")
     try:
       with os.scandir(folders.pop()) as entries:

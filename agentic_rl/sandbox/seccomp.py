@@ -42,6 +42,11 @@ _X32_BIT = 0x40000000
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020000 | 0x00000080  # every new namespace, also that of time
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
+_OF_PROCESSES = (
+  *("kill", "tgkill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "getpgid", "getsid", "getpriority"),
+  *syscalls.SCHEDULING,
+)
+"""Calls that name a process: open where snippets have a process table of their own."""
 _IOCTLS = (
   0x5401,  # TCGETS
   0x5413,  # TIOCGWINSZ
@@ -149,12 +154,25 @@ def _only_process(index: int, pid: int, zero_too: bool = False) -> _Assembler:
   return body
 
 
-def _not_emptied_for_reading(index: int) -> _Assembler:
-  """Denies to empty a file with no right but to read it, which Landlock lets pass before its third version."""
+def _opening(index: int, truncate: bool) -> _Assembler:
+  """Denies access mode 3, for which Landlock asks no right, and on request to empty a file with the right to read."""
   body = _Assembler()
   body.load(_argument(index))
   body.code.append((_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE))
-  body.unless(_JUMP_EQUAL, os.O_TRUNC | os.O_RDONLY, 1)
+  denied = [os.O_ACCMODE, os.O_TRUNC | os.O_ACCMODE, *([] if truncate else [os.O_TRUNC | os.O_RDONLY])]
+  for i, value in enumerate(denied):
+    body.when(_JUMP_EQUAL, value, len(denied) - i)
+  body.give(_ALLOW)
+  body.give(_DENY)
+  return body
+
+
+def _own_clock() -> _Assembler:
+  """Denies the clocks of other processes, whose numbers are negative; the last eight are the caller's own."""
+  body = _Assembler()
+  body.load(_argument(0))
+  body.when(_JUMP_GREATER_EQUAL, 0xFFFF_FFF8, 2)
+  body.unless(_JUMP_GREATER_EQUAL, 0x8000_0000, 1)
   body.give(_DENY)
   body.give(_ALLOW)
   return body
@@ -185,10 +203,10 @@ class Filter:
       allowed |= syscalls.METADATA
     special = self._special(processes, fork_listener)
     if not truncate:
-      allowed -= {"truncate", "openat2"}  # the flags of the latter are out of a filter's reach
-      special |= {"open": _not_emptied_for_reading(1), "openat": _not_emptied_for_reading(2)}
+      allowed.remove("truncate")
+    special |= {"open": _opening(1, truncate), "openat": _opening(2, truncate)}
     if processes:
-      for name in ("kill", "tgkill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
+      for name in _OF_PROCESSES:
         del special[name]
         allowed.add(name)
     asm = _Assembler()
@@ -238,7 +256,10 @@ class Filter:
       "tgkill": _only_process(0, self._PID),
       "rt_sigqueueinfo": _only_process(0, self._PID),
       "rt_tgsigqueueinfo": _only_process(0, self._PID),
-      "prlimit64": _only_process(0, self._PID, zero_too=True),
+      **{name: _only_process(0, self._PID, zero_too=True) for name in ("prlimit64", "getpgid", "getsid")},
+      **{name: _only_process(0, self._PID, zero_too=True) for name in syscalls.SCHEDULING},
+      "getpriority": _only_process(1, self._PID, zero_too=True),
+      **{name: _own_clock() for name in ("clock_gettime", "clock_getres", "clock_nanosleep", "timer_create")},
     }
 
   def install(self, pid: int) -> int:

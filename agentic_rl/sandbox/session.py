@@ -11,6 +11,7 @@ from agentic_rl.sandbox.limits import (
   Checkpoint,
   ExecResult,
   Limits,
+  LimitsError,
   SandboxClosedError,
   SandboxError,
   State,
@@ -53,6 +54,7 @@ class Session:
     self._replayable = True
     self._processes = 0
     self._stale = False
+    self._begun = False  # whether a turn has run, in any of its processes
     self._lock = asyncio.Lock()
     self._closed = False
 
@@ -72,12 +74,16 @@ class Session:
 
     Raises:
       SourceTypeError, SandboxBusyError: As `Interpreter.run`.
+      LimitsError: The input is larger than the session's limits allow.
       SandboxClosedError: The session or the interpreter is closed.
     """
     async with self._lock:
       if self._closed:
         raise SandboxClosedError("the session is closed")
       used = limits or self._limits
+      most = min(self._limits.file_mib, self._limits.memory_mib // 4)
+      if isinstance(stdin, str) and len(stdin) > most << 20:
+        raise LimitsError("the standard input must be at most file_mib and a quarter of memory_mib of the session")
       try:
         return await self._run(code, used, stdin)
       except SandboxError:  # it was not sent
@@ -85,21 +91,25 @@ class Session:
       except BaseException:  # a cancellation above all: nobody knows what has become of the process
         self._stale = True
         raise
+      finally:
+        if self._closed:  # meanwhile; what it has begun since then goes as well
+          self._interpreter.end_session(self, self.parent, self.process)
 
   async def _run(self, code: str, limits: Limits, stdin: str) -> ExecResult:
     died = self._stale or (self.parent is not None and self.process not in self.parent.sessions)
     before: State | None = await self._revive() if died else None
     result = await self._turn(code, limits, stdin)
-    if self._died_by_itself(result):
+    if self._died_by_itself(result) and not self._closed:
       before = await self._revive()
       result = await self._turn(code, limits, stdin)
       if self._died_by_itself(result):
         text = "The session's process died between two turns, by what an earlier turn had left running.\n"
         result = dataclasses.replace(result, status="crash", error=text)
+    self._begun = self._begun or result.status not in ("infra_error", "refused")
     if result.state == "kept" and result.status != "refused":
       self.turns += 1
       self._remember(code, limits, stdin)
-    elif result.state == "lost" and not self._interpreter.closed:
+    elif result.state == "lost" and not self._interpreter.closed and not self._closed:
       result = dataclasses.replace(result, state=await self._revive())
     elif result.state == "rolled_back":
       self._interpreter.count("rolled_back")
@@ -110,7 +120,7 @@ class Session:
   def _died_by_itself(self, result: ExecResult) -> bool:
     """Whether the process was dead before the turn began, which in a session is what earlier turns have done."""
     early = result.status == "infra_error" and result.error.startswith(DIED_EARLY)
-    return early and (self.turns > 0 or self._processes > 0)
+    return early and self._begun
 
   async def close(self) -> None:
     """Ends its process. Idempotent."""

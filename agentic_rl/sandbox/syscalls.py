@@ -90,10 +90,10 @@ ALLOWED = frozenset(
   timerfd_settime timerfd_gettime getpid sendfile copy_file_range splice tee sendto recvfrom sendmsg recvmsg shutdown
   getsockname getpeername setsockopt getsockopt exit exit_group wait4 waitid uname flock fsync fdatasync
   sync_file_range truncate ftruncate fallocate fadvise64 getdents getdents64 getcwd chdir fchdir rename renameat
-  renameat2 mkdir mkdirat rmdir creat open openat openat2 close_range link linkat unlink unlinkat symlink symlinkat
+  renameat2 mkdir mkdirat rmdir creat open openat close_range link linkat unlink unlinkat symlink symlinkat
   readlink readlinkat stat lstat newfstatat statx statfs fstatfs faccessat faccessat2 umask gettimeofday time
   clock_gettime clock_getres times getrlimit setrlimit getrusage sysinfo getuid geteuid getgid getegid getgroups
-  getresuid getresgid getppid getpgrp getpgid getsid gettid capget sigaltstack arch_prctl set_tid_address
+  getresuid getresgid getppid getpgrp gettid sigaltstack arch_prctl set_tid_address
   set_robust_list get_robust_list futex futex_waitv futex_wake futex_wait futex_requeue sched_getaffinity
   sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min getpriority getcpu epoll_create
   epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2 signalfd signalfd4 getrandom membarrier
@@ -106,6 +106,9 @@ A few calls are allowed for some arguments only; see `seccomp`. Not here, and de
 sockets, signals to others, tracing, mounts, namespaces, users, capabilities, keys, modules, clocks, priorities, modes
 and times of files, extended attributes, notification of changes, memory files, System V and POSIX IPC, io_uring, BPF.
 """
+
+SCHEDULING = ("sched_getaffinity", "sched_getparam", "sched_getscheduler")
+"""Calls whose first argument is a process to ask about."""
 
 PROCESSES = frozenset(
   """

@@ -41,6 +41,7 @@ class Session:
     cpu_before: CPU seconds of the process when the turn was sent.
     opened: Whether it has set itself up.
     closed: Whether the pool has asked for its end.
+    dying: Whether its processes have been killed; what it still says counts for nothing.
   """
 
   def __init__(
@@ -60,12 +61,15 @@ class Session:
     self.job: harness.Job | None = None
     self.opened = False
     self.closed = False
+    self.dying = False
     self._zygote = zygote
     self._outputs = list(outputs)
     self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=channel)
     self._channel.setblocking(False)
     self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     self._inbox = bytearray()
+    self._pieces = framing.Pieces()  # what follows it, until a large message is complete
+    self._awaited = 0  # bytes of the message that is not complete yet, if known
     self._gate: seccomp.ForkGate | None = None
     self._may_fork = False
     self._forks = False  # whether the turn runs in a fork
@@ -94,7 +98,6 @@ class Session:
     header = {
       "sizes": [len(job.code), len(job.stdin)],
       "limits": job.limits,
-      "fetch": list(job.fetch),
       "fork": job.fork,
     }
     self._may_fork = self._forks = job.fork
@@ -153,6 +156,7 @@ class Session:
     for part in self._outbox:
       framing.wipe(part, len(part))
     framing.wipe(self._inbox, len(self._inbox))
+    self._pieces.wipe()
     self._channel.detach()  # closed already with all others; its number may be another's now
 
   # -- what it says --------------------------------------------------------------------------------------------------
@@ -208,13 +212,23 @@ class Session:
         continue
 
   def _take_in(self, data: bytearray, count: int) -> None:
-    """Appends to the inbox, leaving no copy behind."""
-    old = self._inbox
-    self._inbox = bytearray(len(old) + count)
-    self._inbox[: len(old)] = old
-    self._inbox[len(old) :] = memoryview(data)[:count]
-    framing.wipe(old, len(old))
+    """Takes in bytes, leaving no copy behind."""
+    with memoryview(data) as view:
+      self._pieces.add(view[:count])
     framing.wipe(data, count)
+    if len(self._inbox) + len(self._pieces) >= self._awaited:
+      self._merge()
+
+  def _merge(self) -> None:
+    """Appends the pieces to the inbox: all at once, since each time copies what is there."""
+    self._awaited = 0
+    old, more = self._inbox, self._pieces.joined()
+    self._inbox = bytearray(len(old) + len(more))
+    self._inbox[: len(old)] = old
+    self._inbox[len(old) :] = more
+    for part in (old, more):
+      framing.wipe(part, len(part))
+    self._pieces.wipe()
 
   def _drop(self, count: int) -> None:
     """Removes bytes from the front of the inbox, leaving no copy behind."""
@@ -259,10 +273,10 @@ class Session:
   def _take(self, sender: int) -> bool:
     """Takes one message from the inbox; False if it is not complete or the session is broken."""
     turn, inbox = self.turn, self._inbox
-    if turn is None or turn.reason == "broken":
-      self._zygote.break_session(self)
-      self._drop(len(inbox))
+    if self.dying:
       return False
+    if turn is None or turn.reason == "broken":
+      return self._broken()
     first = bytes(inbox[:1])
     if first == harness.READY and not turn.pid:
       self._drop(1)
@@ -275,6 +289,7 @@ class Session:
     if length < 0 or length > turn.result_room or (0 < length < len(inbox)):
       return self._broken()
     if not length or len(inbox) < length:
+      self._awaited = length
       return False
     frame = executions.parse_frame(inbox)
     self._drop(length)
@@ -325,6 +340,7 @@ class Session:
     return True
 
   def _broken(self) -> bool:
+    self._merge()
     self._drop(len(self._inbox))
     self._zygote.break_session(self)
     return False
@@ -337,7 +353,8 @@ class Session:
     with contextlib.suppress(OSError):
       data = bytearray(_READ_BYTES)
       while count := self._channel.recv_into(data):
-        self._take_in(data, min(count, max(0, turn.result_room - len(self._inbox))))
+        self._take_in(data, min(count, max(0, turn.result_room - len(self._inbox) - len(self._pieces))))
+    self._merge()
     if self.opened and not turn.pid and self._inbox[:1] == harness.READY:
       self._drop(1)
       if not turn.ready:
@@ -359,6 +376,7 @@ class Session:
       self._signal(signal.SIGSTOP)  # threads that a turn has left running sleep until the next
     if turn is not None and turn.reason == "cancel":
       turn.wipe()
+      self._zygote.send({"ended": turn.request_id})
       return
     if turn is None:
       return

@@ -148,10 +148,9 @@ class Zygote:
       sizes = header["sizes"]
       parts = framing.split(body, sizes)
       framing.wipe(body, len(body))
-      files = list(zip(header["files"], parts[2:], strict=True))
       fork = header.get("checkpoint") == "fork"
-      job = harness.Job(header["limits"], header["seed"], parts[0], parts[1], files, header["fetch"], fork)
-      execution = Execution(header["run"], header["limits"], bool(header["fetch"]))
+      job = harness.Job(header["limits"], header["seed"], parts[0], parts[1], parts[2], parts[3:], fork)
+      execution = Execution(header["run"], header["limits"], header["fetch"])
       if "session" in header:
         self._take_turn(header["session"], job, execution, header["open"])
       else:
@@ -406,6 +405,7 @@ class Zygote:
     self._lender.give_back(execution.scratch, execution.uid, execution.limits["disk_mib"])
     if execution.reason == "cancel":
       execution.wipe()
+      self.send({"ended": execution.request_id})
       return
     cpu_s = usage.ru_utime + usage.ru_stime
     result, parts = executions.judge(execution, status, cpu_s)
@@ -474,8 +474,10 @@ class Zygote:
   def kill_turn(self, session: Session) -> None:
     """Ends what runs in a session; with a checkpoint, only the fork."""
     turn = session.turn
-    if turn is not None and turn.pid and turn.pid != session.pid and session.is_member(turn.pid):
-      os.kill(turn.pid, signal.SIGKILL)
+    if turn is not None and turn.pid and turn.pid != session.pid:
+      if session.is_member(turn.pid):  # else it has died by itself just now
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(turn.pid, signal.SIGKILL)
       turn.next_check = turn.deadline = time.monotonic() + 2.0  # the old process has to report by then
       self.plan_check(turn)
     else:
@@ -483,6 +485,7 @@ class Zygote:
 
   def kill_session(self, session: Session) -> None:
     """Ends all processes of a session."""
+    session.dying = True
     for send, target in ((os.killpg, session.group), (os.kill, session.pid)):
       with contextlib.suppress(ProcessLookupError, PermissionError):
         send(target, signal.SIGKILL)

@@ -84,13 +84,23 @@ threading.Event().wait()
     limits=BRIEF_CPU,
   ),
   Snippet(
-    "thread outlives", "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n5", check="5"
+    "daemon thread outlives",
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n5",
+    check="5",
   ),
-  Snippet("exit handler sleeps", "import atexit, time\natexit.register(time.sleep, 60)"),
+  Snippet(
+    "thread outlives",
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n5",
+    "timeout",
+    limits=SHORT,
+  ),
+  Snippet("exit handler sleeps", "import atexit, time\natexit.register(time.sleep, 60)", "timeout", limits=SHORT),
   Snippet(
     "exit handler prints and spins",
     "import atexit\ndef f():\n  print('no')\n  while True: pass\natexit.register(f)",
-    printed="^$",
+    "timeout cpu",
+    limits=SHORT,
+    printed="^no$",
   ),
   Snippet("finalizer spins at exit", "class A:\n  def __del__(self):\n    while True: pass\na = A()"),
   Snippet(

@@ -259,12 +259,15 @@ def test_an_answer_that_is_too_large_is_the_doing_of_the_snippet():
         found = await there.run("1")
         assert (found.status, found.limit) == ("output", "output") and "max_response_mib" in found.error
         assert len(server.asked) == 1 and there.stats()["hosts_up"] == 1 and there.stats()["infra_errors"] == 0
-    server = Answers({"session": "s"}, large := result("x" * 300_000, state="kept"), result("2", state="kept"))
+    server = Answers(
+      {"session": "s"}, large := result("x" * 300_000, state="kept"), {"session": "t"}, result("2", state="kept")
+    )
     async with pretending(server) as url, remote(url, max_response_mib=0.2) as there:
       session = there.session()
       found = await session.run("1")
-      assert (found.status, found.state) == ("output", "kept") and len(large["value"]) == 300_000
-      assert (await session.run("2")).value == "2" and [asked.get("turn") for asked in server.asked] == [None, 1, 2]
+      assert (found.status, found.state) == ("output", "lost") and len(large["value"]) == 300_000
+      assert (await session.run("2")).value == "2"  # in another: nobody knows what has become of the first
+      assert [asked.get("turn") for asked in server.asked] == [None, 1, None, 1]
 
   asyncio.run(body())
 

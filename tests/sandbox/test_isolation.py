@@ -320,9 +320,10 @@ def test_the_program_decides_each_call_as_the_tables_say(
   allowed = set(syscalls.ALLOWED)
   allowed |= syscalls.PROCESSES if options.get("processes") else set()
   allowed |= syscalls.METADATA if options.get("metadata") else set()
-  allowed -= set() if options.get("truncate", True) else {"truncate", "openat2"}
+  allowed -= set() if options.get("truncate", True) else {"truncate"}
+  allowed |= set(seccomp._OF_PROCESSES) if options.get("processes") else set()
   special = {"clone", "socketpair", "ioctl", "fcntl", "prctl", "prlimit64", "clone3"}
-  special |= set() if options.get("processes") else {"kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"}
+  special |= set() if options.get("processes") else set(seccomp._OF_PROCESSES)
   table = syscalls.TABLES[machine]
   for name in table.keys() - special:
     denied = seccomp._UNSUPPORTED if "xattr" in name else seccomp._DENY
@@ -347,6 +348,18 @@ def test_the_program_decides_each_call_as_the_tables_say(
   assert {decide(table["fcntl"], (0, command, 0, 0, 0, 0)) for command in (8, 10, 15, 1024, 1026)} == {seccomp._DENY}
   assert decide(table["prlimit64"], (0, 0, 0, 0, 0, 0)) == seccomp._ALLOW
   assert decide(table["prlimit64"], (77, 0, 0, 0, 0, 0)) == seccomp._DENY
+  others = seccomp._ALLOW if options.get("processes") else seccomp._DENY  # with a process table of one's own
+  for name in ("getpgid", "getsid", "sched_getaffinity"):
+    assert decide(table[name], (77, 0, 0, 0, 0, 0)) == others and decide(table[name]) == seccomp._ALLOW
+  assert decide(table["getpriority"], (0, 77, 0, 0, 0, 0)) == others
+  clocks = {0: True, 3: True, 11: True, -6: True, -2: True, (~77 << 3) | 2: False, -9: False, 1 << 31: False}
+  for clock, fine in clocks.items():
+    verdict = decide(table["clock_gettime"], (clock & 0xFFFFFFFF, 0, 0, 0, 0, 0))
+    assert verdict == (seccomp._ALLOW if fine else seccomp._DENY), clock
+  flags = {os.O_RDWR | os.O_TRUNC: True, os.O_RDONLY | os.O_TRUNC: options.get("truncate", True), 3: False}
+  for flag, fine in (flags | {os.O_RDWR | os.O_CREAT: True, 3 | os.O_TRUNC: False}).items():
+    verdict = decide(table["openat"], (0, 0, flag, 0, 0, 0))
+    assert verdict == (seccomp._ALLOW if fine else seccomp._DENY), flag
 
 
 def test_the_plan_reports_every_kind():
