@@ -10,13 +10,14 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help study test test-slow test-hostile lint format bench bench-sandbox soak clean
+.PHONY: help study test test-slow test-parity test-hostile lint format bench bench-sandbox soak clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make study [SEEDS=5]   run the nano study: pre-train, train with the interpreter, plot (runs/study)'
 	@echo 'make test              run the tests; PYTEST_ARGS="-k sandbox" selects'
 	@echo 'make test-slow         run the slow tests as well'
+	@echo 'make test-parity       compare the decoder with transformers (installs PyTorch)'
 	@echo 'make test-hostile      run hostile snippets at every level of isolation, as root, user and in a container'
 	@echo 'make lint              check style and types'
 	@echo 'make format            format the code'
@@ -34,6 +35,9 @@ test: .venv/dev.stamp
 
 test-slow: .venv/slow.stamp
 	$(RUN) -m pytest -m 'not gpu' -o faulthandler_timeout=3600 $(PYTEST_ARGS)
+
+test-parity: .venv/slow.stamp
+	$(RUN) -m pytest tests/parity -m slow $(PYTEST_ARGS)
 
 test-hostile: .venv/dev.stamp
 	$(RUN) -m pytest tests/hostile -m hostile $(PYTEST_ARGS)

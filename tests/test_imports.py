@@ -24,12 +24,13 @@ ROOMS = (
   "algorithms",
   "rollout",
   "train",
+  "planning",
   "evaluation",
   "study",
 )
 # These four know each other by what their `__init__` offers and by nothing else.
 CLOSED = ("sandbox", "tools", "rewards", "algorithms")
-READS_CONFIGS = ("train", "evaluation", "study")
+READS_CONFIGS = ("train", "planning", "evaluation", "study")
 OUTSIDE = ("benchmarks", "configs", "launch", "notebooks", "tests")
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -136,7 +136,7 @@ def test_paths_named_in_the_documentation_exist():
 def test_extras_are_complete():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   extras = set(project["optional-dependencies"])
-  assert {"cuda", "tpu", "sglang", "notebooks", "smollm2", "parity", "dev"} <= extras
+  assert {"cuda", "tpu", "plan-tpu", "plan-gpu", "sglang", "notebooks", "smollm2", "parity", "dev"} <= extras
   assert project["license"] == "Apache-2.0"
   assert "Apache License" in (ROOT / "LICENSE").read_text()
 

@@ -383,7 +383,7 @@ def _end_as_python_does(
   try:
     threading = sys.modules.get("threading")
     if threading is not None:
-      threading._shutdown()  # type: ignore[attr-defined]
+      threading._shutdown()
     if _atexit._ncallbacks():
       _atexit._run_exitfuncs()
     if files:

@@ -22,7 +22,7 @@ class _SeedLater:
     for finder in sys.meta_path:
       spec = None if finder is self else finder.find_spec(name, path, target)
       if spec is not None:
-        spec.loader = _Seeded(spec.loader, seed)
+        spec.loader = _Seeded(spec.loader, seed)  # type: ignore[assignment]  # it does all that a loader does
         return spec
     return None
 

@@ -411,6 +411,19 @@ def test_each_device_computes_its_own_logits():
   assert largest <= VOCABULARY * max(CHUNK, TINY.width)
 
 
+def test_the_lowered_program_is_that_of_an_update():
+  """Lowered without arrays, it takes the arrays of an update and returns the same numbers."""
+  which = learner(shape=(1, 8, 1))
+  batch = weighted(packed(sequences(8)))
+  arrays, count = which._micro_batches(batch, **MOST)
+  compiled = which.lower(2 * ROWS, LENGTH).compile()
+  _, metrics = compiled(which.from_params(params()), arrays, jnp.int32(count))
+  _, expected = which.update(which.from_params(params()), batch, **MOST)
+  assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in expected.items()}
+  with pytest.raises(ValueError, match=r"12 rows are not a multiple of microbatch_rows \(8\)"):
+    which.lower(12, LENGTH)
+
+
 # ---- refusals ----
 
 
