@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -48,7 +49,12 @@ class MeshShape:
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
   """A mesh over `devices` (all of them by default), arranged for the interconnect by JAX."""
   devices = list(jax.devices() if devices is None else devices)
-  return jax.make_mesh(shape.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+  sizes, types = shape.resolve(len(devices)), (AxisType.Auto,) * len(AXES)
+  try:
+    return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+  except NotImplementedError:  # an axis of the mesh that is no product of whole axes of a TPU's torus
+    arranged = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Mesh(arranged, AXES, axis_types=types)
 
 
 def serving_mesh(mesh: Mesh) -> Mesh:

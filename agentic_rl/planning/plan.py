@@ -121,10 +121,6 @@ def make_plan(config: ConfigDict, request: Request, assumed: Assumptions | None 
     mesh = make_mesh(_mesh_shape(config, request.mesh), topology_devices(topology))
   except (TypeError, ValueError) as error:
     raise UserError(f"the mesh on {topology.name}: {error}") from error
-  except NotImplementedError as error:
-    raise UserError(
-      f"the mesh on {topology.name}: each axis must be a product of sides of the {topology.layout} chips"
-    ) from error
   length = request.length or int(config.train.length_buckets[-1])
   devices = parts(mesh, "batch")
   rows = request.rows or -(-int(config.train.microbatch_rows) // devices) * devices
