@@ -10,7 +10,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help study test test-slow test-parity test-hostile lint format bench bench-sandbox soak clean
+.PHONY: help study test test-slow test-parity test-hostile lint format bench bench-learner bench-sandbox soak clean
 .DELETE_ON_ERROR:
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo 'make lint              check style and types'
 	@echo 'make format            format the code'
 	@echo 'make bench             measure speed; the last line is JSON'
+	@echo 'make bench-learner     measure the learner beside transformers (installs PyTorch); the last line is JSON'
 	@echo 'make bench-sandbox     measure the interpreter beside its peers; the last line is JSON'
 	@echo 'make soak              run 20,000 mixed snippets; the last line is JSON'
 	@echo 'make clean             remove caches and build leftovers; .venv and runs stay'
@@ -53,6 +54,9 @@ format: .venv/dev.stamp
 
 bench: .venv/core.stamp
 	$(RUN) -m benchmarks.core
+
+bench-learner: .venv/parity.stamp
+	$(RUN) -m benchmarks.learner
 
 bench-sandbox: .venv/dev.stamp
 	OPENBLAS_NUM_THREADS=1 $(RUN) -m benchmarks.sandbox

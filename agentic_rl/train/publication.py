@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import shutil
+import time
 import zlib
 from typing import Any
 
@@ -114,7 +115,7 @@ class Publisher:
       os.replace(half, final)
       self._point_to(version)
     except (OSError, ValueError) as error:
-      shutil.rmtree(half, ignore_errors=True)
+      _remove_half(half)
       if not is_disk_full(error):
         raise
       raise UserError(
@@ -137,6 +138,17 @@ class Publisher:
       pointer.unlink(missing_ok=True)
     else:
       write_text(pointer, f"{version:06d}")
+
+
+def _remove_half(half: pathlib.Path) -> None:
+  """Removes what a failed write has left, as often as the writer's threads, which end on their own, bring it back."""
+  absent = 0
+  for _ in range(100):
+    absent = 0 if half.exists() else absent + 1
+    if absent == 5:
+      return
+    shutil.rmtree(half, ignore_errors=True)
+    time.sleep(0.02)
 
 
 def is_disk_full(error: BaseException) -> bool:
