@@ -28,6 +28,7 @@ from agentic_rl.errors import UserError
 from agentic_rl.policy import Params, PolicyConfig
 
 _TEMPORARY = ".writing-"
+_METADATA_BYTES = 8192  # that Orbax writes beside each leaf, rounded up to blocks
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -94,8 +95,9 @@ class Publisher:
     shutil.rmtree(half, ignore_errors=True)
     try:
       # Orbax's writers that run out of space leave a dozen tracebacks of their threads: better not to begin.
-      needed, free = sum(x.nbytes for _, x in _named_leaves(params)), shutil.disk_usage(self.directory).free
-      if needed > free:
+      named = _named_leaves(params)
+      needed = sum(x.nbytes for _, x in named) + _METADATA_BYTES * len(named)
+      if needed > shutil.disk_usage(self.directory).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
       half.mkdir(parents=True)
       with ocp.Checkpointer(_handler()) as checkpointer:

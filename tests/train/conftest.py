@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import subprocess
@@ -19,4 +20,5 @@ def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
   if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
     pytest.skip("needs the right to mount a file system")
   yield disk
+  gc.collect()  # futures of failed writes complain as they are freed: here, not at the end of the run
   subprocess.run(["umount", "-l", str(disk)], check=True)

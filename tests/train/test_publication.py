@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pathlib
 import shutil
@@ -323,14 +324,23 @@ def test_a_full_disk_is_a_user_error_and_loses_nothing(params: Any, small_disk: 
   assert complete(small_disk).version == found.version + 1
 
 
-def test_a_disk_that_fills_up_while_weights_are_written_loses_nothing(params: Any, small_disk: pathlib.Path) -> None:
+def test_a_disk_that_fills_up_while_weights_are_written_loses_nothing(
+  params: Any, small_disk: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
   publisher = Publisher(small_disk, CONFIG, "", keep=2)
   publisher.publish(0, params)
-  room = sum(x.nbytes for x in jax.tree.leaves(params)) + 2048  # enough for the values, not for what goes with them
+  room = sum(x.nbytes for x in jax.tree.leaves(params)) // 2
   (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
-  with pytest.raises(UserError, match="is full: version 1 could not be published; make room"):
-    publisher.publish(1, params)
-  assert complete(small_disk).version == 0 and not list(small_disk.glob(".writing-*"))
+  usage = shutil.disk_usage(small_disk)
+  with monkeypatch.context() as patch:  # as if another had filled it just after the look
+    patch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=1 << 30))
+    with pytest.raises(UserError, match="is full: version 1 could not be published; make room"):
+      publisher.publish(1, params)
+  assert complete(small_disk).version == 0
+  (small_disk / "ballast").unlink()
+  gc.collect()  # the failed writers let go of their files
+  publisher.publish(1, moved(params, 1))
+  assert equal(read_params(complete(small_disk)), moved(params, 1)) and not list(small_disk.glob(".writing-*"))
 
 
 def test_what_means_a_full_disk() -> None:
