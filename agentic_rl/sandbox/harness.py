@@ -68,6 +68,7 @@ _fork = os.fork
 _wait4 = os.wait4
 _get_random_state = random.getstate
 _set_random_state = random.setstate
+_INHERITED_CALLBACKS = 0
 _BUILTINS = dict(vars(builtins))
 _builtins = vars(builtins)
 _FUTURE_FLAGS = 0
@@ -382,9 +383,9 @@ def _end_as_python_does(
   """Waits for threads that are no daemons, runs what `atexit` has been given, and lets go of open files."""
   try:
     threading = sys.modules.get("threading")
-    if threading is not None:
+    if threading is not None and threading.active_count() > 1:
       threading._shutdown()
-    if _atexit._ncallbacks():
+    if _atexit._ncallbacks() > _INHERITED_CALLBACKS:  # those of the parent's modules have nothing to do here
       _atexit._run_exitfuncs()
     if files:
       namespace.clear()  # what an open file has not written yet is to be fetched as well
@@ -439,6 +440,8 @@ def run_once(job: Job, room: Room, ends: Sequence[int]) -> None:
     else:
       _open_null()
     _shut_in(room, job.limits, session=False)
+    global _INHERITED_CALLBACKS
+    _INHERITED_CALLBACKS = _atexit._ncallbacks()
     names, fetch = json.loads(job.names or b"[[],[]]")
     problem = _write_files(list(zip(names, job.contents, strict=True)))
     seed_generators(job.seed)
