@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from agentic_rl.errors import UserError
-from agentic_rl.parallel import BATCH_AXES, MeshShape, make_mesh, parts
+from agentic_rl.parallel import AXES, BATCH_AXES, MeshShape, make_mesh, parts
 from agentic_rl.planning.compile import DoesNotFit, Program, compile_step, state_bytes
 from agentic_rl.planning.flops import Work, count_work, hbm_traffic
 from agentic_rl.planning.roofline import Assumptions, Roofline, roofline
@@ -259,7 +259,10 @@ def parse_pairs(text: str, flag: str) -> dict[str, Any]:
 
 
 def _mesh_shape(config: ConfigDict, text: str) -> MeshShape:
-  return MeshShape(**(parse_pairs(text, "mesh") if text else config.mesh.to_dict()))
+  values = parse_pairs(text, "mesh") if text else config.mesh.to_dict()
+  if unknown := sorted(set(values) - set(AXES)):
+    raise ValueError(f"axis {unknown[0]!r} is unknown; known: {', '.join(AXES)}")
+  return MeshShape(**values)
 
 
 def _build_learner(config: ConfigDict, policy: PolicyConfig, rows: int, mesh: Mesh) -> Learner:

@@ -380,7 +380,7 @@ class Interpreter:
     group.failures += 1
     try:
       parent = await Parent.start(self, group.modules)
-    except SandboxStartError as error:  # of which there is no other kind: see Parent.start
+    except SandboxStartError as error:
       _log.error("the sandbox cannot start a parent process: %s", error)
       group.problem = str(error)
       group.starting.clear()  # before anyone hears of it and asks again

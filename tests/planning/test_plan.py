@@ -199,6 +199,7 @@ def test_the_largest_micro_batch_is_searched_in_rows(
   [
     ({"topology": "v5e-7"}, "slices are"),
     ({"mesh": "fsdp=3"}, "the mesh on v5e-8"),
+    ({"mesh": "dat=2"}, "axis 'dat' is unknown; known: data, fsdp"),
     ({"mesh": "sideways=8"}, "the mesh on v5e-8"),
     ({"mesh": "fsdp"}, "not of the form name=value"),
     ({"rows": 12}, "multiple of the 8 devices"),
